@@ -29,7 +29,7 @@ class KernelBuild(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the levels of this machine's architecture, and let the wheel have what was made."""
-        self._scratch = Path(tempfile.mkdtemp())
+        self._scratch = tempfile.TemporaryDirectory(prefix="kvkeep-build-")  # goes with the process at the latest
         if self.target_name != "wheel" or version == "editable" or platform.system() != "Linux":
             return
         kernel = runpy.run_path(os.path.join(self.root, "src", PACKAGE, "levels.py"))
@@ -38,11 +38,12 @@ class KernelBuild(BuildHookInterface):
         if compiler is None:
             self.app.display_warning("No C++ compiler was found, so the wheel has no native kernel.")
             return
+        folder = Path(self._scratch.name)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            failures = list(pool.map(lambda level: compiled(compiler, kernel, level, self._scratch), levels))
+            failures = list(pool.map(lambda level: compiled(compiler, kernel, level, folder), levels))
         for level, failure in zip(levels, failures, strict=True):
             if failure is None:
-                library = self._scratch / f"{level.name}.so"
+                library = folder / f"{level.name}.so"
                 name = kernel["library_name"](level.name, library.read_bytes())
                 build_data["force_include"][str(library)] = f"{PACKAGE}/{name}"
             else:
@@ -53,7 +54,7 @@ class KernelBuild(BuildHookInterface):
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the temporary folder with the libraries."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.cleanup()
 
 
 def compiled(compiler: str, kernel: dict[str, Any], level: Any, folder: Path) -> str | None:

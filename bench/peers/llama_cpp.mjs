@@ -3,7 +3,7 @@ import readline from "node:readline";
 import { pathToFileURL } from "node:url";
 
 const lines = readline.createInterface({ input: process.stdin })[Symbol.asyncIterator]();
-const next = async () => JSON.parse((await lines.next()).value);
+const next = async () => JSON.parse((await lines.next()).value ?? "null");  // null: there is no more work
 const say = (answer) => process.stdout.write(JSON.stringify(answer) + "\n");
 
 const work = await next();
@@ -27,7 +27,7 @@ for (let asked = await next(); asked; asked = await next()) {
     const { prompts, count } = asked;
     const size = Math.max(...prompts.map((prompt) => prompt.length)) + count + 1;
     const context = await model.createContext({
-        contextSize: size, sequences: prompts.length, threads: work.threads, batchSize: work.batch,
+        contextSize: size, sequences: prompts.length, threads: work.threads,
     });
     const sequences = prompts.map(() => context.getSequence());
     const start = performance.now();

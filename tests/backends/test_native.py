@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import model_folders
 import pytest
 import torch
 from conformance.cases import GREAT_SINK_AND_ALL, token
@@ -10,7 +11,9 @@ from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends import AttentionInputs
 from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.torch import TorchBackend
+from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.layer import Layer
+from kvkeep.models.load import load
 from kvkeep.noise import Gumbel
 from kvkeep.policies.registry import parse
 from kvkeep.rotary import Rotation
@@ -42,6 +45,16 @@ def test_the_number_of_threads_changes_nothing(backend):
         finally:
             torch.set_num_threads(1)
         found.append((out, report.mass))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_the_kernel_writes_to_the_device_of_its_inputs_whatever_torchs_default_is():
+    found, (model, _) = [], load(model_folders.folder())
+    for device in ("cpu", "meta"):
+        cache = BoundedCache(model.config, "h2o:recent=2", budget=8)
+        with torch.device(device), torch.inference_mode():
+            parts = torch.tensor([[5, 9, 17, 40, 3, 8, 22, 6, 7]], device="cpu"), torch.tensor([[7]], device="cpu")
+            found.append([model(input_ids=part, past_key_values=cache).logits for part in parts])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 

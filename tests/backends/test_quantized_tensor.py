@@ -70,6 +70,15 @@ def test_numbers_of_any_size_keep_their_precision(size):
     assert bool(((tensor.dequantize() - numbers * size).abs() <= limit).all())
 
 
+def test_rows_of_subnormal_numbers_stay_near_zero():
+    weight = torch.randn(20, 64)
+    for row, size in ((3, 1e-37), (4, 1e-41), (5, 1e-45)):
+        weight[row] *= size
+    found = QuantizedTensor.quantize(weight, 8).dequantize()
+    assert float(found[3:6].abs().max()) <= 1e-36
+    torch.testing.assert_close(found, weight, rtol=0, atol=0.02)
+
+
 def test_rows_are_set_piece_by_piece():
     whole, _ = matrix(50, 64, 6, 16)
     torch.manual_seed(0)
@@ -99,9 +108,10 @@ def test_rounding_errs_by_half_a_step(bits):
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_the_numbers(bits, group, dtype, bias):
     weight, numbers = matrix(35, 96, bits, group, dtype)
-    added = torch.randn(35).to(dtype) if bias else None
-    for rows in (1, 2, 3, 8, 15):
+    added = nn.Parameter(torch.randn(35).to(dtype), False) if bias else None
+    for rows in (1, 2, 3, 7, 8):
         x = torch.randn(2, rows, 96).to(dtype)
+        assert layer_ops.products(x, [layer_ops.Linear(weight, added)]) is not None
         exact = linear(rounded(x), numbers.double(), None if added is None else added.double())
         found = linear(x, weight, added)
         assert found.dtype == dtype
@@ -159,7 +169,6 @@ def test_how_many_rows_are_few_depends_on_the_processor(has_bytes, has_tiles, ro
 def test_a_gated_layer_is_that_of_the_numbers():
     gate, up, down = (nn.Linear(*shape, bias=False) for shape in ((64, 96), (64, 96), (96, 64)))
     x = torch.randn(3, 1, 64)
-    expected = None
     for bits in ((4, 8, 5), (0, 8, 4), (8, 0, 0)):
         for layer, count in zip((gate, up, down), bits, strict=True):
             numbers = torch.randn(layer.out_features, layer.in_features)
@@ -209,9 +218,35 @@ def test_other_operators_get_the_numbers():
     assert torch.equal(half.dequantize(), numbers.bfloat16())
 
 
+def test_functions_of_torch_take_it_wherever_they_take_a_tensor():
+    tensor, numbers = matrix(20, 64)
+    x, other = torch.randn(3, 64), torch.randn(5, 64)
+    near = {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(linear(input=x, weight=tensor), linear(x, numbers), **near)
+    torch.testing.assert_close(linear(tensor, other), linear(numbers, other), **near)
+    torch.testing.assert_close(linear(tensor, tensor), linear(numbers, numbers), **near)
+    ids = torch.tensor([4, 7])
+    torch.testing.assert_close(embedding(input=ids, weight=tensor), numbers[ids])
+    torch.testing.assert_close(torch.embedding(tensor, ids), numbers[ids])
+
+
+def test_torchs_default_device_is_not_its_own():
+    tensor, numbers = matrix(20, 64)
+    with torch.device("meta"):
+        found, made = tensor.dequantize(), QuantizedTensor.quantize(numbers, 8)
+    torch.testing.assert_close(found, numbers)
+    assert made.device.type == "cpu"
+
+
 def test_it_cannot_be_changed():
     tensor, _ = matrix(20, 64)
-    for change in (lambda: tensor.mul_(2), lambda: tensor.zero_(), lambda: tensor.copy_(torch.zeros(20, 64))):
+    for change in (
+        lambda: tensor.mul_(2),
+        lambda: tensor.zero_(),
+        lambda: tensor.copy_(torch.zeros(20, 64)),
+        lambda: torch.add(torch.ones(20, 64), 1, out=tensor),
+        lambda: torch._foreach_mul_([tensor], 2.0),
+    ):
         with pytest.raises(UnsupportedOperationError, match="cannot be changed or trained"):
             change()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ import memories
 import model_folders
 import processes
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kvkeep
@@ -19,6 +21,7 @@ from kvkeep.cli import remember_run
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Session
 from kvkeep.models.load import load, quiet
+from kvkeep.models.quantized_weights import is_packable
 from kvkeep.policies import LATER
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
@@ -198,6 +201,15 @@ def test_pickles_are_read_for_a_model_that_the_user_names(chat_model, text):
 
 
 # ------------------------------------------------------------------ what is printed and written
+
+
+@pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
+def test_the_printed_command_asks_a_memory_of_quantised_weights(chat_model, text):
+    file, done = remember(chat_model, text, "--load-in", "int8")
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert words == ["kvkeep", "generate", "--load-in", "int8", "--memory", str(file), "-p", "QUESTION"]
+    kv(*words[1:], "-n", 4)
+    assert "which --load-in changes as well" in refused("generate", "--memory", file, "-p", QUESTION)
 
 
 def test_the_summary_and_the_numbers(chat_model, text):

@@ -134,6 +134,6 @@ def test_ranges_are_those_of_the_library(parameter):
         if limit is None:
             continue
         if not parameter.excludes_least or limit != parameter.least:
-            SamplingParams(**hot, **{parameter.name: limit})
+            SamplingParams(**hot, **{parameter.name: parameter.kind(limit)})
         with pytest.raises(InputError, match=parameter.name):
-            SamplingParams(**hot, **{parameter.name: limit + step})
+            SamplingParams(**hot, **{parameter.name: parameter.kind(limit + step)})

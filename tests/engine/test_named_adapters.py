@@ -10,6 +10,7 @@ import torch
 import kvkeep
 from kvkeep.models.adapters import adapters_of, merged_into
 from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.quantized_weights import is_packable
 from kvkeep.models.weight_hash import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -68,6 +69,14 @@ def test_an_adapter_writes_what_peft_writes(kind):
     assert result.token_ids == want
     (result,) = engine(found).generate(request())
     assert result.token_ids == expected(None)
+
+
+@pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
+def test_an_adapter_that_replaces_or_names_embeddings_runs_beside_packed_weights():
+    for kind in ("head", "embed"):
+        asked = request(kind, logprobs=0)
+        plain, packed = (engine(load(kind, load_in=how)).generate(asked)[0].logprobs[0] for how in (None, "int8"))
+        assert (packed.token_id, packed.value) == (plain.token_id, pytest.approx(plain.value, abs=0.02))
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"rows": 6}, {"host_rows": 3, "rows": 2}])

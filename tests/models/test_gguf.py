@@ -118,6 +118,20 @@ def test_packed_tensors_stay_packed(name, tmp_path, caplog):
 
 
 @packs
+def test_experts_that_are_unpacked_are_in_memory_once(tmp_path, monkeypatch):
+    made, state_dict = {}, gguf_weights.state_dict
+
+    def noted(*args, **options):
+        made.update(state_dict(*args, **options))
+        return made
+
+    monkeypatch.setattr(gguf_weights, "state_dict", noted)
+    model, _ = load(gguf_files.write(tmp_path / "model.gguf", "mixtral", quantized=Q.Q8_0))
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert model.get_parameter(name).data_ptr() == made[name].data_ptr()
+
+
+@packs
 def test_packed_files_of_the_real_layout_say_nothing_and_answer(tmp_path, caplog):
     path = gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q4_0)
     engine = kvkeep.Engine(*load(path), budget=16, rows=2)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvkeep.backends.native.bindings import TYPES, library_for
 from kvkeep.errors import UnsupportedOperationError
@@ -89,11 +89,12 @@ class QuantizedTensor(Tensor):
         assert (bits, group) in FORMATS, (bits, group)
         assert cls.can_have(shape), shape
         size = -(-shape[0] // LANES), _block_bytes(shape[1], bits, group)
-        return cls(torch.empty(size, dtype=torch.uint8), shape, bits, group, dtype)
+        # on a CPU, whatever torch's default device is
+        return cls(torch.empty(size, dtype=torch.uint8, device="cpu"), shape, bits, group, dtype)
 
     @classmethod
     def quantize(cls, weight: Float[Tensor, "rows columns"], bits: int) -> QuantizedTensor:
-        """Return a matrix rounded to 4 or 8 bits: the smallest and the largest weight of a group stay as they are.
+        """Return a matrix rounded to 4 or 8 bits: codes reach from the smallest to the largest weight of a group.
 
         Args:
             weight: the matrix; its columns are a multiple of `ALIKE`.
@@ -144,7 +145,7 @@ class QuantizedTensor(Tensor):
         if library is None or self.dtype not in TYPES:
             return self._unpacked(indices)
         indices = None if indices is None else indices.to(torch.int64).contiguous()
-        out = torch.empty(rows, columns, dtype=self.dtype)
+        out = self.packed.new_empty((rows, columns), dtype=self.dtype)
         if not rows:
             return out
         sizes = rows, columns, torch.get_num_threads(), TYPES[self.dtype]
@@ -232,10 +233,17 @@ class QuantizedTensor(Tensor):
             like = given.get("other")  # a tensor in place of device and dtype
             device, dtype = (given.get(name) if like is None else getattr(like, name) for name in ("device", "dtype"))
             return args[0]._like(args[0].packed.to(device or args[0].device), dtype)
-        if func._schema.is_mutable and isinstance(args[0], QuantizedTensor):
+        if func._schema.is_mutable and _changes(func._schema.arguments, args, kwargs):
             _refuse()
         unpack: Callable[[QuantizedTensor], Tensor] = QuantizedTensor.dequantize
         return func(*tree_map_only(QuantizedTensor, unpack, args), **tree_map_only(QuantizedTensor, unpack, kwargs))
+
+
+def _changes(declared: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator writes to a quantized tensor, given the arguments of its schema."""
+    given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+    written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    return any(isinstance(leaf, QuantizedTensor) for leaf in tree_leaves(written))
 
 
 def _refuse() -> NoReturn:
@@ -274,7 +282,8 @@ def _block_bytes(columns: int, bits: int, group: int) -> int:
 def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:
     """Return a power of two for each row, by which its scales and minimums are divided to fit float16."""
     _, exponents = torch.frexp(numbers.abs().amax(dim=(1, 2)))
-    return torch.ldexp(torch.ones(len(numbers)), exponents - _LARGEST_HALF)
+    factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - _LARGEST_HALF)
+    return factors.clamp_min(torch.finfo(torch.float32).tiny)  # else 0 for a row of subnormal numbers
 
 
 def _by_lane(halves: Tensor, blocks: int) -> Tensor:

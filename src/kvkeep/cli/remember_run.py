@@ -159,7 +159,8 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
         return
     full = console.show_bytes(memory.full_bytes)
     kept = f"compression {console.show_factor(memory.full_bytes / size)}" if memory.full_bytes > size else "all is kept"
-    adapter = "".join(f"{quoted(word)} " for word in adapter_words(request.adapter))
+    words = adapter_words(request.adapter) + (["--load-in", request.load_in] if request.load_in else [])
+    weights = "".join(f"{quoted(word)} " for word in words)
     screen = console.out()
     screen.print(
         console.facts(
@@ -171,4 +172,4 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
         )
     )
     file = quoted(str(request.output))
-    screen.print(f"\n    kvkeep generate {adapter}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied
+    screen.print(f"\n    kvkeep generate {weights}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvkeep.backends import QuantizedTensor
 from kvkeep.errors import InputError, ModelFileError, pip_install
 from kvkeep.models.files import explained
+from kvkeep.models.quantized_weights import PACKED
 from kvkeep.models.weight_hash import count_as, fingerprint
 from kvkeep.parameters import ADAPTER_NAME
 
@@ -247,6 +249,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
     try:
         peft.inject_adapter_in_model(config, model, own)
         _widen(model, own)
+        _unpack(model, own)
         _check_base(model, folder, weights, settings)
         report: Any = peft.set_peft_model_state_dict(model, weights, own)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, re.error) as error:
@@ -276,11 +279,21 @@ def _check_base(model: PreTrainedModel, folder: str, weights: dict[str, Tensor],
     base = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
     for name in [name for name in weights if "lora_" not in name and not set(whole) & set(name.split("."))]:
         given, own = weights.pop(name), base.get(name.replace(".base_layer", ""))
-        if own is None or own.shape != given.shape or not torch.equal(own.detach().cpu(), given.to(own.dtype)):
+        if own is None or own.shape != given.shape or not _equal(own, given):
             raise ModelFileError(
                 f"The adapter in {folder} brings weights of its own for the base model ({name:.200}), perhaps because "
                 "its vocabulary was extended. Merge it into its model with peft, and give that folder as the model."
             )
+
+
+def _equal(own: Tensor, given: Tensor) -> bool:
+    """Return whether a model has these weights, or was loaded with them quantized."""
+    given = given.to(own.dtype)
+    if not isinstance(own, QuantizedTensor):
+        return torch.equal(own.detach().cpu(), given)
+    if own.bits not in PACKED.values():
+        return False
+    return torch.equal(own.packed, QuantizedTensor.quantize(given, own.bits).packed)
 
 
 def _shares_weights(model: PreTrainedModel) -> bool:
@@ -297,6 +310,17 @@ def _widen(model: PreTrainedModel, own: str) -> None:
             for name, parameter in layer.named_parameters():
                 if own in name.split(".") and parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.data = parameter.data.float()
+
+
+def _unpack(model: PreTrainedModel, own: str) -> None:
+    """Unpack the weights that an adapter replaces as a whole, since quantized ones cannot be written to."""
+    for layer in model.modules():
+        copies = getattr(layer, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict) and own in copies:
+            for weights in (cast(dict[str, Any], module._parameters) for module in copies[own].modules()):
+                for name, weight in weights.items():
+                    if isinstance(weight, QuantizedTensor):
+                        weights[name] = nn.Parameter(weight.dequantize(), False)
 
 
 def _last(name: object) -> str:

@@ -137,8 +137,9 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
 # Weights that the native kernel reads packed, in the terms of transformers.
 
 METHOD = "kvkeep"
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Names of layers that choose experts: they are small, and an error of theirs sends a token to another expert."""
+_ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
+"""Names of layers that choose experts, or of modules around them as in ``router.proj``: they are small, and an error of
+theirs sends a token to another expert."""
 
 
 @register_quantization_config(METHOD)
@@ -162,7 +163,7 @@ class _Packing(HfQuantizer):
         name, _dot, own = param_name.rpartition(".")
         weight = getattr(module := model.get_submodule(name), own, None)
         is_matrix = own == "weight" and isinstance(module, nn.Linear | nn.Embedding)
-        if name.rpartition(".")[2] in _ROUTERS:
+        if not _ROUTERS.isdisjoint(name.split(".")):
             return False
         return is_matrix and isinstance(weight, Tensor) and QuantizedTensor.can_have(weight.shape)
 
@@ -175,8 +176,9 @@ class _Packing(HfQuantizer):
         for part in (model.config, model.config.get_text_config(decoder=True)):
             for name in ("quantization_config", "_is_quantized"):
                 vars(part).pop(name, None)
+        config: Any = self.quantization_config
         for weight in model.parameters():
-            if not isinstance(weight, QuantizedTensor):
+            if config.bits is not None and not isinstance(weight, QuantizedTensor):
                 weight.data = weight.data.clone()  # as it lies in the checkpoint, it keeps the whole file in memory
         return model
 

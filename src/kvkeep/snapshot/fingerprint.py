@@ -107,8 +107,12 @@ class Fingerprint:
         ]
         if _NAMES["config"] in found and self.model != here.model:
             shown[0] += f", as {self.model} is not {here.model}"
-        if _NAMES["weights"] in found and (self.adapter or here.adapter):
-            shown[-1] += f", as it was made with {_with(self.adapter)} and not with {_with(here.adapter)}"
+        if _NAMES["weights"] in found:
+            shown[list(found).index(_NAMES["weights"])] += (
+                f", as it was made with {_with(self.adapter)} and not with {_with(here.adapter)}"
+                if self.adapter or here.adapter
+                else ", which `load_in` changes as well"
+            )
         raise SnapshotError(
             f"The snapshot cannot be used here. Different: {'; '.join(shown)}. Its memory means nothing under other "
             "settings: use the same ones, or read the text again."

@@ -105,9 +105,14 @@ class Linear(NamedTuple):
 
 @implements(linear)
 def quantized_linear(
-    x: Float[Tensor, "*n in"], weight: QuantizedTensor, bias: Float[Tensor, " out"] | None = None
+    input: Float[Tensor, "*n in"],  # noqa: A002  torch's name, by which it may be given
+    weight: Float[Tensor, "out in"],
+    bias: Float[Tensor, " out"] | None = None,
 ) -> Float[Tensor, "*n out"]:
     """Compute a linear layer with quantized weights, which are unpacked for many rows."""
+    x = input.dequantize() if isinstance(input, QuantizedTensor) else input
+    if not isinstance(weight, QuantizedTensor):
+        return linear(x, weight, bias)
     found = products(x.contiguous(), [Linear(weight, bias)])
     if found is not None:
         return found[0]
@@ -117,10 +122,15 @@ def quantized_linear(
     return linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
 
-@implements(embedding, torch.embedding)
-def quantized_embedding(ids: Tensor, weight: QuantizedTensor, *_: object, **__: object) -> Tensor:
+@implements(embedding)
+def quantized_embedding(
+    input: Tensor,  # noqa: A002  torch's name, by which it may be given
+    weight: QuantizedTensor,
+    *_: object,
+    **__: object,
+) -> Tensor:
     """Look tokens up; only their rows are unpacked. Other arguments concern training."""
-    return weight.dequantize(ids).view(*ids.shape, weight.shape[1])
+    return weight.dequantize(input).view(*input.shape, weight.shape[1])
 
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:

@@ -249,7 +249,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     E = values.shape[-1] if codes is None else codes[1].dim
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, E))]
-    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
+    results += [query.new_empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
     out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
     wanted = wanted or _NOTHING
     sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
@@ -322,9 +322,9 @@ def attend_twice(
     every = [*wanted.masses, *wanted.lows]
     weights = torch.stack(every).float().contiguous() if every else None
     gain = None if wanted.gain is None else wanted.gain.float().contiguous()
-    out, sums = query.new_empty((B, Hq, T, E)), torch.empty((len(every), B, Hk, S), dtype=torch.float32)
+    out, sums = query.new_empty((B, Hq, T, E)), query.new_empty((len(every), B, Hk, S), dtype=torch.float32)
     second = None if again is None else again.to(query.dtype).contiguous()
-    shares = torch.empty((B, Hk, 0 if second is None else S), dtype=torch.float32)
+    shares = query.new_empty((B, Hk, 0 if second is None else S), dtype=torch.float32)
     packed = _SHAPE.pack(
         *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), bindings.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:3]),
@@ -384,7 +384,7 @@ def write(
         return None
     B, Hk, S = positions.shape
     now = cast_to(now, torch.int64)
-    slot = torch.empty((B, Hk, 1), dtype=torch.int64)
+    slot = positions.new_empty((B, Hk, 1), dtype=torch.int64)
     call = _WRITE.pack(
         *(B, Hk, S, new_keys.shape[-1], new_values.shape[-1], keys.element_size(), values.element_size()),
         torch.get_num_threads(),
