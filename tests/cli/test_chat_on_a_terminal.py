@@ -92,6 +92,14 @@ class Terminal:
         self.process.wait()
         raise AssertionError(f"{number!r} did not end the chat: {self.said}")
 
+    def take_back_the_turn(self):
+        self.see("> ")
+        self.type("/rewind\r")
+        self.see("took back 1 turn")
+        self.type("/memory\r")
+        self.see("none yet")
+        self.see("> ")
+
     def end(self):
         self.type("\x04")
         code = self.process.wait(timeout=60)
@@ -123,21 +131,11 @@ def test_keys(model, tmp_path):
     said = terminal.see("stopped; the conversation keeps the answer so far")
     assert "/memory" not in said
     terminal.see("1 turn")
-    terminal.see("> ")
-    terminal.type("/rewind\r")
-    terminal.see("took back 1 turn")
-    terminal.type("/memory\r")
-    terminal.see("none yet")
-    terminal.see("> ")
+    terminal.take_back_the_turn()
     terminal.type("the quick fox\r")
     terminal.see("brown")  # answered as before
     terminal.interrupt()
-    terminal.see("> ")
-    terminal.type("/rewind\r")
-    terminal.see("took back 1 turn")
-    terminal.type("/memory\r")
-    terminal.see("none yet")
-    terminal.see("> ")
+    terminal.take_back_the_turn()
     terminal.type("\x1b[A\r")  # the line before
     terminal.see("none yet")
     terminal.see("> ")

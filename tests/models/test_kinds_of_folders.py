@@ -94,8 +94,8 @@ def test_the_largest_number_of_experts_of_a_published_family_is_taken():
 
 def test_a_trial_reaches_every_layer_also_past_experts(monkeypatch):
     seen = []
-    step = support._Idle.step
-    monkeypatch.setattr(support._Idle, "step", lambda *a, **k: seen.append(1) or step(*a, **k))
+    step = support.IdleStepper.step
+    monkeypatch.setattr(support.IdleStepper, "step", lambda *a, **k: seen.append(1) or step(*a, **k))
     config = MixtralConfig(**SIZES, **HEADS, num_local_experts=4)
     support.try_out(loading.build_empty("mixtral", config))
     assert len(seen) == 2

@@ -100,7 +100,9 @@ def check_split(model: PreTrainedModel) -> None:
         UnsupportedModelError: see `Heads.of`; or some layers keep a state.
         InputError: see `Heads.of`.
     """
-    if Heads.of(model.config) != ALONE and any(map(state_part, handing_cache(model.config, lambda _: _Idle()).layers)):
+    if Heads.of(model.config) != ALONE and any(
+        map(state_part, handing_cache(model.config, lambda _: IdleStepper()).layers)
+    ):
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers that keep a state, and kvkeep does not follow how it is split over "
             "processes. Run it in one process."
@@ -235,7 +237,7 @@ def _some(value: object) -> bool:
     return value is not None and not isinstance(value, int)
 
 
-class _Idle:
+class IdleStepper:
     """A stepper that computes nothing: its output has the shape that attention's has."""
 
     columns = 0
@@ -247,6 +249,7 @@ class _Idle:
         values: Float[Tensor, "B Hk T E"],
         **_: object,
     ) -> Float[Tensor, "B Hq T E"]:
+        """Return numbers that nobody may read."""
         return query.new_empty((*query.shape[:-1], values.shape[-1]))
 
 
@@ -265,7 +268,7 @@ def try_out(skeleton: PreTrainedModel) -> None:
     trial, ids = copy.copy(skeleton).eval(), torch.zeros((1, 2), dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
-            trial(input_ids=ids, **handed(trial, handing_cache(trial.config, lambda index: _Idle())))
+            trial(input_ids=ids, **handed(trial, handing_cache(trial.config, lambda index: IdleStepper())))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(skeleton).__name__} cannot run with kvkeep. {error}") from error
     except Exception:  # a model's own code may need numbers; then its first step will show it

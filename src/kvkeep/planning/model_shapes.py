@@ -27,6 +27,7 @@ from kvkeep.models.device import parse_device
 from kvkeep.models.files import cached_if_unreachable, is_gguf, locate
 from kvkeep.models.load import build_empty, read_config
 from kvkeep.models.quantized_weights import is_packable
+from kvkeep.models.support import IdleStepper
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
 
 # Bytes of quantised weights, from the ``quantization_config`` of a model's configuration.
@@ -342,14 +343,12 @@ def _file_bytes(name: str, model: PreTrainedModel) -> int | None:
     return gguf_weights.packed_bytes(file, model) if file.is_packed else None
 
 
-class _ShapeRecorder:
-    """A stepper that computes nothing and notes the shapes of keys and values.
+class _ShapeRecorder(IdleStepper):
+    """Notes the shapes of keys and values.
 
     Attributes:
         shape: of the layer; ``None`` before its first step.
     """
-
-    columns = 0
 
     def __init__(self, window: int | None) -> None:
         self.shape: LayerShape | None = None
@@ -360,10 +359,11 @@ class _ShapeRecorder:
         query: Float[Tensor, "B Hq T D"],
         keys: Float[Tensor, "B Hk T D"],
         values: Float[Tensor, "B Hk T E"],
-        **_: object,
+        **told: object,
     ) -> Float[Tensor, "B Hq T E"]:
+        """Note the shapes, and return what the base class returns."""
         self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], self._window)
-        return query.new_empty((*query.shape[:-1], values.shape[-1]))
+        return super().step(query, keys, values, **told)
 
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> tuple[dict[int, LayerShape], int]:
