@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -343,29 +342,6 @@ def _file_bytes(name: str, model: PreTrainedModel) -> int | None:
     return gguf_weights.packed_bytes(file, model) if file.is_packed else None
 
 
-class _ShapeRecorder(IdleStepper):
-    """Notes the shapes of keys and values.
-
-    Attributes:
-        shape: of the layer; ``None`` before its first step.
-    """
-
-    def __init__(self, window: int | None) -> None:
-        self.shape: LayerShape | None = None
-        self._window = window
-
-    def step(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        keys: Float[Tensor, "B Hk T D"],
-        values: Float[Tensor, "B Hk T E"],
-        **told: object,
-    ) -> Float[Tensor, "B Hq T E"]:
-        """Note the shapes, and return what the base class returns."""
-        self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], self._window)
-        return super().step(query, keys, values, **told)
-
-
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> tuple[dict[int, LayerShape], int]:
     """Run one token through a model on the meta device, whose tensors have shapes but no memory.
 
@@ -375,8 +351,9 @@ def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> tuple[d
     Raises:
         UnsupportedModelError: the model's code cannot run without weights, or its cache cannot be bounded.
     """
-    recorders = {index: _ShapeRecorder(window) for index, window in windows_of(config).items()}
-    cache = handing_cache(config, recorders.__getitem__)
+    windows = windows_of(config)
+    steppers = {index: IdleStepper() for index in windows}
+    cache = handing_cache(config, steppers.__getitem__)
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
     try:
         with torch.inference_mode():
@@ -388,7 +365,8 @@ def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> tuple[d
         raise UnsupportedModelError(
             f"{name}: the shapes of its cache cannot be found out without weights ({type(error).__name__}: {line})."
         ) from error
-    shapes = {index: recorder.shape for index, recorder in recorders.items() if recorder.shape is not None}
+    noted = {index: stepper.shapes for index, stepper in steppers.items() if stepper.shapes is not None}
+    shapes = {index: LayerShape(keys[1], keys[3], values[3], windows[index]) for index, (keys, values) in noted.items()}
     return shapes, len(cache.layers)
 
 
