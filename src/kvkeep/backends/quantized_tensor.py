@@ -25,8 +25,8 @@ LANES = 16
 FORMATS = {(4, 16), (4, 32), (5, 32), (6, 16), (8, 32)}
 """Bits of a code, and weights of a row that share a scale and a minimum."""
 
-ALIKE = 32
-"""The number of columns is a multiple of this."""
+GROUP_SIZE = 32
+"""Weights that share a scale and a minimum where `QuantizedTensor.quantize` chooses; columns are a multiple of it."""
 
 _FACTORS = 4 * LANES  # bytes
 _AT_ONCE = 2**20  # weights
@@ -71,7 +71,7 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def can_have(shape: Sequence[int]) -> bool:
         """Return whether a matrix can have this shape."""
-        return len(shape) == 2 and shape[1] > 0 and not shape[1] % ALIKE
+        return len(shape) == 2 and shape[1] > 0 and not shape[1] % GROUP_SIZE
 
     @staticmethod
     def bytes_of(shape: Sequence[int], bits: int, group: int) -> int:
@@ -97,14 +97,14 @@ class QuantizedTensor(Tensor):
         """Return a matrix rounded to 4 or 8 bits: codes reach from the smallest to the largest weight of a group.
 
         Args:
-            weight: the matrix; its columns are a multiple of `ALIKE`.
+            weight: the matrix; its columns are a multiple of `GROUP_SIZE`.
             bits: of a code.
         """
         rows, columns = weight.shape
-        result = cls.blank((rows, columns), bits, ALIKE, weight.dtype)
+        result = cls.blank((rows, columns), bits, GROUP_SIZE, weight.dtype)
         step = cls.rows_at_once(columns)
         for first in range(0, rows, step):
-            groups = weight[first : first + step].detach().float().unflatten(1, (-1, ALIKE))
+            groups = weight[first : first + step].detach().float().unflatten(1, (-1, GROUP_SIZE))
             minimums, largest = groups.amin(-1), groups.amax(-1)
             scales = (largest - minimums) / (2**bits - 1)
             steps = (groups - minimums[..., None]) / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]

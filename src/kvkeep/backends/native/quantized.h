@@ -2,9 +2,9 @@
 //
 // A weight is scale * code + minimum, both of its group and, but for a power of two, float16. The rows lie in blocks of
 // 16: four neighbouring codes of a row make a word, and the words of the 16 rows a vector, so that a product needs no
-// sum over lanes. Inputs are rounded to 16 bits, 32 of them to a scale: with 8 bits the perplexity of a small model grows
-// by 0.7 %. Sums within a group are exact whole numbers, and those over groups floats in the order of the groups, whatever
-// the number of rows or threads.
+// sum over lanes. Inputs are rounded to 16 bits, 32 of them to a scale, since 8 bits cost perplexity. Sums within a group
+// are exact whole numbers, and those over groups floats in the order of the groups, whatever the number of rows or
+// threads.
 
 #pragma once
 
@@ -23,10 +23,10 @@ extern "C" struct Unpack {
 namespace {
 
 constexpr int LANES = 16;        // rows of a block
-constexpr int64_t ALIKE = 32;    // inputs that share a scale
+constexpr int64_t INPUT_GROUP = 32;  // inputs that share a scale
 constexpr int64_t VECTOR = 64;   // bytes of a word for each row of a block
-constexpr float GREATEST = 0x7f7f;  // what two signed bytes can make
-constexpr int64_t SOON = 1024;   // bytes of packed weights that are fetched ahead of their use
+constexpr float LARGEST_CODE = 0x7f7f;  // what two signed bytes can make
+constexpr int64_t PREFETCH_BYTES = 1024;   // bytes of packed weights that are fetched ahead of their use
 
 typedef int32_t Words __attribute__((vector_size(VECTOR)));
 typedef float Reals __attribute__((vector_size(VECTOR)));
@@ -150,7 +150,7 @@ class CodedInputs {
     const int64_t rows, width;
     const Scratch memory;
 
-    int64_t row_floats() const { return up(width / 2 + 2 * (width / ALIKE) + width / 16, W); }
+    int64_t row_floats() const { return up(width / 2 + 2 * (width / INPUT_GROUP) + width / 16, W); }
     float *row(int64_t i) const { return memory.get() + i * row_floats(); }
 
    public:
@@ -162,7 +162,7 @@ class CodedInputs {
 
     template <int GROUP>
     float *sums(int64_t i) const {
-        return scales(i) + width / ALIKE * (GROUP == ALIKE ? 1 : 2);
+        return scales(i) + width / INPUT_GROUP * (GROUP == INPUT_GROUP ? 1 : 2);
     }
 
     // Round the rows of X. Returns false if there is no memory.
@@ -172,7 +172,7 @@ class CodedInputs {
         const int64_t bytes = width * (int64_t)sizeof(typename X::T), type = number_of<X>();
         return memory.get() && for_each(rows, rows * bytes, threads, up(width, 2 * W), [&](int64_t i, float *numbers) {
             widen_all(type, x + i * bytes, width, numbers);
-            for (int64_t at = 0; at < width; at += ALIKE) code_group(i, at, numbers + at);
+            for (int64_t at = 0; at < width; at += INPUT_GROUP) code_group(i, at, numbers + at);
         });
     }
 
@@ -185,22 +185,22 @@ class CodedInputs {
     // A group with NaN or an infinity has the scale NaN.
     void code_group(int64_t i, int64_t first, const float *x) const {
         Floats most = {};
-        for (int k = 0; k < ALIKE; k += W) {
+        for (int k = 0; k < INPUT_GROUP; k += W) {
             const Floats size = size_of(load<Floats>(x + k));
             most = select(size > most, size, most);
         }
         const float top = largest(most);
         const bool tiny = top < 1e-30f;  // where its inverse overflows
-        const float scale = !all_finite(x, ALIKE) ? NAN : tiny ? 0.0f : top / GREATEST;
-        const float inverse = tiny ? 0.0f : GREATEST / top;
-        int32_t numbers[ALIKE];
-        for (int k = 0; k < ALIKE; k += W)  // to nearest, ties to even
+        const float scale = !all_finite(x, INPUT_GROUP) ? NAN : tiny ? 0.0f : top / LARGEST_CODE;
+        const float inverse = tiny ? 0.0f : LARGEST_CODE / top;
+        int32_t numbers[INPUT_GROUP];
+        for (int k = 0; k < INPUT_GROUP; k += W)  // to nearest, ties to even
             store(numbers + k, (Ints)(in_register(load<Floats>(x + k) * inverse) + 0x1.8p23f) - 0x4b400000);
         int32_t *to = codes(i) + first / 2, totals[2] = {};
-        for (int k = 0; k < ALIKE; k += 4) Totals::put(numbers + k, to + k / 2);
-        for (int k = 0; k < ALIKE; k++) totals[k / 16] += numbers[k];
-        scales(i)[first / ALIKE] = scale;
-        sums<ALIKE>(i)[first / ALIKE] = scale * (float)(totals[0] + totals[1]);
+        for (int k = 0; k < INPUT_GROUP; k += 4) Totals::put(numbers + k, to + k / 2);
+        for (int k = 0; k < INPUT_GROUP; k++) totals[k / 16] += numbers[k];
+        scales(i)[first / INPUT_GROUP] = scale;
+        sums<INPUT_GROUP>(i)[first / INPUT_GROUP] = scale * (float)(totals[0] + totals[1]);
         for (int k = 0; k < 2; k++) sums<16>(i)[first / 16 + k] = scale * (float)totals[k];
     }
 };
@@ -221,7 +221,7 @@ void block_products(
     const char *at = block + 4 * LANES;
     for (int64_t i = 0; i < width; i += P::WIDTH, at += P::BYTES) {
         Totals products[M];
-        for (int64_t line = 0; line < P::BYTES; line += 64) __builtin_prefetch(at + SOON + line);
+        for (int64_t line = 0; line < P::BYTES; line += 64) __builtin_prefetch(at + PREFETCH_BYTES + line);
 #pragma GCC unroll 8
         for (int t = 0; t < P::STEPS; t++) {
             const Words step = P::step(at, t);
@@ -229,7 +229,7 @@ void block_products(
         }
         const Reals scale = widen_lanes(P::scales(at)), minimum = widen_lanes(P::minimums(at));
         for (int m = 0; m < M; m++)
-            sums[m] = sums[m] + reals(products[m].sum()) * (scale * scales[m][i / ALIKE]) +
+            sums[m] = sums[m] + reals(products[m].sum()) * (scale * scales[m][i / INPUT_GROUP]) +
                       minimum * totals[m][i / P::WIDTH];
     }
     const Reals factors = load<Reals>(block);
@@ -255,17 +255,17 @@ inline void quantized_products(const char *weight, int64_t bits, int64_t group, 
 
 // ---- weights as numbers ---------------------------------------------------------------------------------------------
 
-// Write four columns of a block to its rows, ALIKE floats from row to row.
+// Write four columns of a block to its rows, INPUT_GROUP floats from row to row.
 inline void put_columns(const Reals (&columns)[4], float *to) {
 #ifdef KVKEEP_WHOLE
     const Ints words[4] = {(Ints)columns[0], (Ints)columns[1], (Ints)columns[2], (Ints)columns[3]};
     Ints turned[4];
     turn_quarters(words, turned);
     for (int lane = 0; lane < LANES; lane++)
-        std::memcpy(to + lane * ALIKE, (const float *)&turned[lane % 4] + lane / 4 * 4, 4 * sizeof *to);
+        std::memcpy(to + lane * INPUT_GROUP, (const float *)&turned[lane % 4] + lane / 4 * 4, 4 * sizeof *to);
 #else
     for (int lane = 0; lane < LANES; lane++)
-        for (int k = 0; k < 4; k++) to[lane * ALIKE + k] = columns[k][lane];
+        for (int k = 0; k < 4; k++) to[lane * INPUT_GROUP + k] = columns[k][lane];
 #endif
 }
 
@@ -275,7 +275,7 @@ void unpack_block(const Unpack &u, const char *block, int64_t n, char *out) {
     const int64_t bytes = bytes_of(u.type);
     const Reals factors = load<Reals>(block);
     const char *at = block + 4 * LANES;
-    float tile[(LANES + 1) * ALIKE];  // narrowing reads a little more than there is
+    float tile[(LANES + 1) * INPUT_GROUP];  // narrowing reads a little more than there is
     for (int64_t i = 0; i < u.width; i += P::WIDTH, at += P::BYTES) {
         const Reals scale = widen_lanes(P::scales(at)) * factors, minimum = widen_lanes(P::minimums(at)) * factors;
         for (int t = 0; t < P::STEPS; t++) {
@@ -285,7 +285,7 @@ void unpack_block(const Unpack &u, const char *block, int64_t n, char *out) {
             put_columns(columns, tile + 4 * t);
         }
         for (int64_t lane = 0; lane < n; lane++)
-            narrow_all(u.type, tile + lane * ALIKE, P::WIDTH, out + (lane * u.width + i) * bytes);
+            narrow_all(u.type, tile + lane * INPUT_GROUP, P::WIDTH, out + (lane * u.width + i) * bytes);
     }
 }
 
