@@ -22,11 +22,11 @@ extern "C" struct Unpack {
 
 namespace {
 
-constexpr int LANES = 16;        // rows of a block
-constexpr int64_t INPUT_GROUP = 32;  // inputs that share a scale
-constexpr int64_t VECTOR = 64;   // bytes of a word for each row of a block
-constexpr float LARGEST_CODE = 0x7f7f;  // what two signed bytes can make
-constexpr int64_t PREFETCH_BYTES = 1024;   // bytes of packed weights that are fetched ahead of their use
+constexpr int LANES = 16;                // rows of a block
+constexpr int64_t INPUT_GROUP = 32;      // inputs that share a scale
+constexpr int64_t VECTOR = 64;           // bytes of a word for each row of a block
+constexpr float LARGEST_CODE = 0x7f7f;   // what two signed bytes can make
+constexpr int64_t PREFETCH_BYTES = 1024;  // bytes of packed weights that are fetched ahead of their use
 
 typedef int32_t Words __attribute__((vector_size(VECTOR)));
 typedef float Reals __attribute__((vector_size(VECTOR)));
