@@ -19,6 +19,8 @@ LIGHT = [
     ["generate", "no-such-model.gguf", "-p", "Hi"],
     ["generate", "--memory", "no-such.kvkeep", "-p", "Hi"],
     ["generate", "-p", "Hi", "-f", "no-such.txt"],
+    ["generate", "-p", "Hi", "-b", "0"],
+    ["chat", "-b", "0"],
     ["generate", "text.txt", "-p", "Hi"],
     ["generate", "empty", "-p", "Hi"],
     ["generate", "empty", "--gguf", "no-such.gguf", "-p", "Hi"],

@@ -17,8 +17,8 @@ from kvkeep.cli.options import (
     REPETITION_DETECTION,
     check_one_adapter,
     option,
+    parse_kept_tokens,
     parse_system,
-    parse_tokens,
 )
 from kvkeep.errors import InputError
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
@@ -37,7 +37,7 @@ def parse_budget(text: str, option: str) -> int:
         raise InputError(
             f"{option} {text} is a share, and a conversation has no known length; give a number of tokens, e.g. 512."
         )
-    return parse_tokens(text, option)
+    return parse_kept_tokens(text, option)
 
 
 @dataclass(frozen=True, kw_only=True)

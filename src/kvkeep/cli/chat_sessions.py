@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from kvkeep.cli import console
@@ -14,6 +14,7 @@ from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.loading import with_source
 from kvkeep.cli.memory import turns_of
+from kvkeep.cli.progress import reading
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
@@ -201,8 +202,12 @@ class ChatSession:
     def _stream(self, message: str) -> Result:
         result: Result | None = None
         begun = False
-        with console.streamed_text(wraps=True) as write:
+        assert self.engine.tokenizer is not None
+        tokens = len(self.engine.tokenizer(message)["input_ids"])
+        with console.streamed_text(wraps=True) as write, ExitStack() as read:
+            read.enter_context(reading(self.engine.model, tokens))
             for event in self.session.send(self._request(message)):
+                read.close()  # the first token is there
                 if piece := event.text if begun else event.text.lstrip():  # answers often begin with white space
                     write(piece)
                     begun = True

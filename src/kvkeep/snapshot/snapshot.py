@@ -163,7 +163,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
             return _read(file, size)
     except NotASnapshotError as error:
         raise SnapshotError(
-            f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
+            f"{source} is no snapshot that can be used: {error}. Give a file of kvkeep remember or Snapshot.save."
         ) from error
     except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
