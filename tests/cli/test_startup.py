@@ -47,6 +47,7 @@ WITH_TORCH = [
     ["policies", "show", "h20"],
     ["env"],
     ["memory", "memory.kvkeep"],
+    ["chat", "--list", "--sessions", "."],
     ["generate", "-p", "Hi", "--policy", "h20"],
     ["generate", "-p", "Hi", "--dtype", "f32"],
     ["chat", "--policy", "h20"],

@@ -277,6 +277,17 @@ def test_names_that_can_only_be_folders(name: str):
         find(name)
 
 
+def test_a_name_that_is_nearly_right_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "smollm2").mkdir(parents=True)
+    for name in ("models/smolm2", "./models/smollm", str(tmp_path / "models" / "smollm3")):
+        with expect(ModelFileError, f"Did you mean {Path(name).with_name('smollm2')}"):
+            find(name)
+    with pytest.raises(ModelFileError) as caught:
+        find("./models/qwen")
+    assert "Did you mean" not in str(caught.value)
+
+
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -29,6 +29,7 @@ from kvkeep.models.folder import (
     ADAPTER_CONFIG,
     PICKLES,
     SAFE,
+    beside,
     existing,
     hub_parts,
     is_gguf_file,
@@ -288,7 +289,8 @@ def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
-            return ModelFileError((_FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text).format(name=name))
+            said = _FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text
+            return ModelFileError(said.format(name=name) + (beside(name) if "neither" in said else ""))
     if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
         return ModelFileError(refusal(f"The weights of {name}"))
     line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
