@@ -107,10 +107,12 @@ class ProgressBar:
     ) -> None:
         """Remove the bar."""
         self._held.close()
-        if self._first is not None:
-            self._first.cancel()
-            self._first.join()  # it may be drawing the bar
-        self._drawn.stop()
+        try:
+            if self._first is not None:
+                self._first.cancel()
+                self._first.join()  # it may be drawing the bar
+        finally:
+            self._drawn.stop()
 
     def describe(self) -> str:
         """Return how far the work is, as one line of text: what it is, how much is done, and the time left."""
