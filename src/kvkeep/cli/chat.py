@@ -102,4 +102,4 @@ class ChatOptions(GenerationOptions):
     @property
     def run(self) -> str:
         """Return the function that does the work, as ``module:function``."""
-        return "kvkeep.cli.chat_folder:show" if self.list_ else "kvkeep.cli.chat_run:serve"
+        return "kvkeep.cli.chat_list:show" if self.list_ else "kvkeep.cli.chat_run:serve"
