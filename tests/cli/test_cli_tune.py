@@ -209,7 +209,7 @@ def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, 
     )
     result = tune(*few)
     assert "below it" in result.stdout
-    assert "No budget keeps 98 % of the full cache's quality. The best was tova at 20" in " ".join(
+    assert "No budget keeps 98 % of the full cache's quality. The best finalist was tova at 20" in " ".join(
         result.stderr.split()
     )
     assert json.loads(tune(*few, "--json").stdout)["config"] is None
