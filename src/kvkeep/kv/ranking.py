@@ -144,7 +144,7 @@ def pooled(
     kernel: int,
     kind: Literal["max", "avg", "mean"],
 ) -> Float[Tensor, "B Hk S"]:
-    """Pool values over neighbouring positions with stride 1, as a convolution would.
+    """Pool values over neighbouring positions with stride 1, so that their number stays the same.
 
     Args:
         values: one value per slot.
