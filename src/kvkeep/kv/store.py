@@ -227,8 +227,8 @@ def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
 def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a method so that it runs outside of autograd and of inference mode.
 
-    Autograd's graph would keep every past step alive. Tensors that are made in ``torch.inference_mode`` cannot be written outside of it. Slots are made and written in
-    place in both modes, so they must be ordinary tensors.
+    Autograd's graph would keep every past step alive. Tensors that are made in ``torch.inference_mode`` cannot be
+    written outside of it, and slots are made and written in place in both modes.
     """
 
     @functools.wraps(method)
