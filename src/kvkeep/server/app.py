@@ -149,7 +149,7 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         for name, part in schema.pop("$defs", {}).items():
-            # a request body in the OpenAPI document cannot refer to definitions of its own schema
+            # FastAPI does not put these definitions into the components of the document, where references lead
             schema = _inlined(schema, name, part)
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
