@@ -228,8 +228,7 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
-    """Return hashes of a prompt's prefixes in steps of 512 characters, the longest first. Replicas are compared by
-    them.
+    """Return hashes of a prompt's prefixes in steps of 512 characters, the longest first.
 
     Only prompts under the same policy and budget share memory.
     """
