@@ -123,6 +123,9 @@ class Mass(Statistic):
         return selected * self.decay ** (last - queries).clamp(min=0)
 
     def _transformed(self, rows: ProbabilityRows) -> Float[Tensor, "B Hk G T S"]:
+        """Return probabilities after noise and gain, normalised again: ``p**gain / sum(p**gain)`` over the visible
+        keys.
+        """
         p = rows.probabilities
         if self.noise is None and isinstance(self.gain, float) and self.gain == 1.0:
             return p

@@ -84,6 +84,7 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
 
 
 def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: int) -> Passage:
+    """Return one text with all of its questions and answers behind it as branches, so that it is read once."""
     branches = [torch.cat([prompt[stem:], reply]) for prompt, reply in known]
     return Passage(
         torch.cat([known[0][0][:stem], *branches]),
@@ -205,6 +206,7 @@ class CalibrationFile:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    """Raise an `InputError` in place of a failed write of the progress file, within the context."""
     try:
         yield
     except OSError as error:
@@ -215,6 +217,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _fault(row: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a line of the progress file; ``None`` if it is valid."""
     if not isinstance(row.get("row"), str):
         return "it is no line of a calibration"
     return first_fault({"losses": [], **row}, {"losses": list_of(_LOSS)})

@@ -67,6 +67,7 @@ class ScoredTokens:
         return found
 
     def _know(self, tokens: Sequence[TextToken]) -> None:
+        """Join tokens whose texts are complete with their log-probabilities, which arrived in the same order."""
         self._known.extend((token, self._entries.popleft()) for token in tokens)
 
 
@@ -90,6 +91,7 @@ def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, A
 
 
 def _entry(text: str, raw: bytes | None, value: float) -> dict[str, Any]:
+    """Return a token's entry in OpenAI's format. JSON has no infinity, so `LEAST` is the smallest number."""
     return {"token": text, "logprob": max(value, LEAST), "bytes": None if raw is None else list(raw)}
 
 

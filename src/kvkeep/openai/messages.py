@@ -39,10 +39,12 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
+    """Refuse ``NaN`` and ``Infinity``, which Python's parser would take."""
     raise InputError(f"it holds {name}, which JSON does not have")
 
 
 def _float(text: str) -> float:
+    """Return a JSON number as a float, and refuse one that would become infinite."""
     value = float(text)
     if math.isinf(value):
         raise InputError(f"its number {text[:40]} is too large")
@@ -50,6 +52,9 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
+    """Return a JSON number as an int, and refuse one of too many digits: parsing takes time that grows with their
+    square.
+    """
     if (digits := len(text.lstrip("-"))) > _MAX_DIGITS:
         raise InputError(f"its number {text[:40]}… has {digits} digits; there may be {_MAX_DIGITS}")
     return int(text)
@@ -336,6 +341,7 @@ def _calls(name: str, calls: object) -> list[dict[str, str]]:
 
 
 def _id(name: str, given: object) -> str:
+    """Return an id after checking that it is a text without broken characters."""
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
     return whole_text(name, given)

@@ -134,6 +134,8 @@ class Replica:
 
 
 def _own_name() -> str:
+    """Return the name that Ray Serve has given to the replica in which this runs."""
+
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
