@@ -161,6 +161,7 @@ class Drive:
         return other
 
     def _padding(self, real: Bool[Tensor, "B n"]) -> dict[str, Tensor]:
+        """Return the mask over all columns so far and the positions of the new ones, for rows with padding."""
         self._real = real if self._real is None else torch.cat([self._real, real], dim=1)
         positions = self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
         return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
@@ -181,6 +182,7 @@ def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], B
 
 
 def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
+    """Return the position mode: the one that was asked for, else the policy's own, else true positions."""
     return position_mode(checkpoint.config, asked, own=policy.defaults.positions)
 
 

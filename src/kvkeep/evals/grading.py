@@ -108,6 +108,7 @@ def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def _runs(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """Return all runs of ``n`` words in a row."""
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 

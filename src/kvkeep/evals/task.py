@@ -358,6 +358,7 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
+    """Return the first tokens of the package's own sentences."""
     sentences = own_sentences(seed)
     text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
@@ -385,11 +386,13 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:
+    """Return a text's tokens without the tokenizer's first token."""
     ids = encode(checkpoint, text, raw=True)[0]
     begin = checkpoint.tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[0] == begin else ids
 
 
 def _begin(checkpoint: Checkpoint) -> Int[Tensor, " n"]:
+    """Return the tokenizer's first token; nothing if it has none."""
     begin = checkpoint.tokenizer.bos_token_id
     return torch.tensor([] if begin is None else [begin], dtype=torch.int64)

@@ -194,6 +194,7 @@ def _add(
 
 
 def _ids(tokens: Iterable[int]) -> Int[Tensor, " n"]:
+    """Return tokens as a tensor."""
     return torch.tensor(list(tokens), dtype=torch.int64)
 
 
