@@ -138,6 +138,7 @@ def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], 
 
 
 def _say_how_to_resume(output: OutputFile, done: int, total: int) -> None:
+    """Say how many lines are done, and how to go on."""
     to_file = output.name != STANDARD_OUTPUT
     on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
     console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
@@ -247,6 +248,7 @@ class AnswerWriter:
             self._bar.line()
 
     def _fail(self, line: InputLine, reason: str) -> None:
+        """Note why a line failed, and forget the results of its other requests."""
         self.failed.setdefault(line.number, reason)
         self._results.pop(line.number, None)
 
@@ -353,6 +355,7 @@ def published(batch: BatchOptions) -> Iterator[BatchOptions]:
 
 
 def _publish(destination: Destination, *, complete: bool) -> None:
+    """Write the completions to where the user wants them, and say so."""
     destination.publish(complete=complete)
     console.note(f"completions are in {destination.target}")
 
@@ -565,6 +568,7 @@ def _nothing_to_run(survey: Survey, batch: BatchOptions) -> InputError:
 
 
 def _open(path: str) -> OutputFile:
+    """Return the output file; ``-`` is standard output."""
     if path == "-":
         return OutputFile(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT)
     return OutputFile.open(Path(path))
@@ -634,6 +638,7 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
 
 
 def _refusal(number: int, reason: str) -> InputError:
+    """Return the error about a line that cannot be run."""
     return InputError(
         f"Line {number} cannot be run: {reason}. Nothing was generated. Mend it, or set such lines aside with "
         "--skip-bad."

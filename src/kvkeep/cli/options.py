@@ -301,6 +301,7 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_path(name: str) -> bool:
+    """Return whether a text looks like a path."""
     return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
 
 

@@ -141,6 +141,7 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
 def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> ReplicaRecipe:
     """Return the recipe from which replicas are made."""
     options = engine_options(request)
+    # each replica gives its engine a folder of its own within the shared one
     del options["session_dir"]
     return ReplicaRecipe(
         model=model_recipe(request, device, request.adapter),
@@ -244,6 +245,7 @@ def read_keys(file: str | None) -> ApiKeys:
 
 
 def _checked(key: str, where: str) -> str:
+    """Return an API key after a check of its length and characters."""
     if len(key) < _SHORTEST or not key.isascii() or not key.isprintable():
         raise InputError(f"{where}: a key has {_SHORTEST} or more ASCII characters.")
     return key
@@ -378,6 +380,7 @@ def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> Server
 
 
 def _place(request: ServeOptions) -> ServerAddress:
+    """Return where the server listens, after a check of the TLS files."""
     place = ServerAddress(
         host=request.host,
         port=request.port,
