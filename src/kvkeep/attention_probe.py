@@ -345,6 +345,7 @@ class BoundedAttention(Probe):
         new = torch.arange(first, self._columns, dtype=torch.int32, device=keys.device)
         self.sums.attend(step, self._seen(keys, new), new[None].long())
         out = step.run(self.layer)
+        # the layer's own positions change in the next step
         self._positions = self.layer.store.positions[0].clone()
         self.held = members(self._positions, self._length)
         return out

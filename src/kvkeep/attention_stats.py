@@ -199,6 +199,7 @@ def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
 @functools.cache
 def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
     """Return the words that set each bit of a ring. The last line sets no bit."""
+    # the table is cached, and its next reader may be outside of inference mode
     with torch.inference_mode(False):
         bits = [1 << bit for bit in range(BITS - 1)] + [-(1 << BITS - 1)]
         one = torch.tensor(bits, dtype=torch.int32, device=device)[:, None]

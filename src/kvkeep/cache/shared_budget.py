@@ -49,8 +49,6 @@ class Waiting:
     def thinned(self, block: Block, stays: Bool[Tensor, "B Hk S"]) -> Waiting:
         """Drop the tokens that cannot stay from a waiting step, and count their mass as lost. Return the step itself
         if that would save too little.
-
-        The mass of the tokens left out is counted as lost.
         """
         width = int(stays.sum(dim=-1).max())
         if width > WORTH * stays.shape[-1]:

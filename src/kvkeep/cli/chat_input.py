@@ -260,6 +260,7 @@ class _MessageHistory(FileHistory):
 
     def append_string(self, string: str) -> None:
         """Add a message."""
+        # the history is a convenience: a full disk must not end the conversation
         with suppress(OSError, UnicodeError):
             super().append_string(self._pastes.unfolded(string))
 

@@ -319,6 +319,7 @@ def prepare(request: EvalOptions) -> Grid:
         prefill_chunk=request.prefill_chunk,
     )
     options = _options(request)
+    # refuses an unknown dtype before the model is loaded
     parse_dtype(request.dtype)
     check_format(request.load_in, parse_device(request.device))
     name = request.model or embedded()

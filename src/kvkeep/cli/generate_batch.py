@@ -348,6 +348,7 @@ def published(batch: BatchOptions) -> Iterator[BatchOptions]:
         try:
             yield replace(batch, output=str(destination.path))
         except typer.Exit as end:
+            # lines that failed do not hold the others back
             if end.exit_code == INCOMPLETE and destination.collected:
                 _publish(destination, complete=False)
             raise

@@ -314,6 +314,7 @@ def _bytes(request: GenerateOptions, batch: BatchOptions, most: int, longest: in
         weights, row = made.bounded.weight_bytes, made.bounded.row_bytes
         rows = rows_of(batch, most)
         slots = min(rows * row, batch.kv_memory) if batch.kv_memory else rows * row
+        # nobody knows how many bytes weights of fewer bits take
         return PROCESS_BYTES + slots + (weights if request.load_in is None else 0)
     return 0
 

@@ -135,6 +135,7 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
         return 0
     slots = request.kv_memory or (request.max_rows or DEFAULT_ROWS) * made.bounded.row_bytes
     kept = (request.session_memory or 0) + request.prefix_memory
+    # nobody knows how many bytes weights of fewer bits take
     return PROCESS_BYTES + slots + kept + (made.bounded.weight_bytes if request.load_in is None else 0)
 
 
@@ -421,6 +422,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
         kv_bits=request.kv_bits,
         positions=request.positions,
     )
+    # refuses a budget that the policy cannot work with
     layout.slots(request.budget)
     longest = checkpoint.max_model_len(slot_positions=layout.positions == "slot")
     return checkpoint, request.max_model_len or longest

@@ -84,8 +84,6 @@ class StopText:
         """Return the text that one more token makes final, and whether a stop text has been reached. After a stop text,
         every token returns an empty text.
 
-        After a stop text every token returns no text.
-
         Args:
             token_id: the token.
             looks: whether stop texts are looked for; only the first tokens may go without.

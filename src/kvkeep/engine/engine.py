@@ -672,8 +672,6 @@ class Engine:
         """Free the row of a finished sequence, after a session has saved its memory. If that fails, the request ends
         with an error.
 
-        If the memory cannot be kept, the request ends with an error.
-
         Returns:
             The write that the result must wait for; ``None`` if there is none.
         """

@@ -39,8 +39,6 @@ def compiled(kind: str, text: str) -> str:
 def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
     """Answer one line of input: the first sets up the tokenizer, and each later one is a form whose grammar, or error,
     is returned.
-
-    The first line sets up the tokenizer and returns an empty one.
     """
     try:
         asked = json.loads(line)

@@ -307,8 +307,6 @@ class Staging:
     def _leave(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | None:
         """Start copying a row into pinned main memory. Return ``None`` if the copy must block instead: the device has
         no room, or the layers are on several devices.
-
-        Return ``None`` if a blocking copy must do: without room on the device, or if layers are on several devices.
         """
         self.settle(wait=True)
         if not self._fits(bound(memory.allocated_bytes)):

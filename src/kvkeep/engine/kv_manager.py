@@ -168,6 +168,7 @@ class KVManager:
         try:
             self._blocks.allocate(count, self.numbers(self.policy, self._budget))
         except BaseException:
+            # there must be no rows without memory
             self.count = 0
             raise
         if count:

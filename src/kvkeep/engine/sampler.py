@@ -103,6 +103,7 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
     """
     if sequence.used is None:
+        # the counts are written in later steps, in whatever mode these run
         with torch.inference_mode(False):  # written in inference mode and out of it
             sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         sequence.used[torch.tensor(sequence.prompt, device=logits.device)] = True

@@ -513,10 +513,7 @@ class DuplicatePrompts:
         return reader is not sequence
 
     def of(self, reader: Sequence) -> list[Sequence]:
-        """Return the requests that wait for the prompt that ``reader`` has read, and let no more join them.
-
-        Later requests do not join them.
-        """
+        """Return the requests that wait for the prompt that ``reader`` has read, and let no more join them."""
         if self._readers.get(key := _key(reader)) is reader:
             del self._readers[key]
         return list(self._waiting.get(reader.id, ()))
@@ -524,8 +521,6 @@ class DuplicatePrompts:
     def leave(self, sequence: Sequence) -> Sequence | None:
         """Forget a request. If others wait for its prompt, return the first of them, which must now read the prompt
         itself.
-
-        If others wait for it, return the first of them, which reads the prompt in its place; else ``None``.
         """
         for waiting in self._waiting.values():
             if sequence in waiting:

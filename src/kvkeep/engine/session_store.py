@@ -357,8 +357,6 @@ class SessionStore:
     def _place(self, kept: StoredSnapshot) -> None:
         """Record the file of a written memory. If it is its session's present one, rename it to the session's file.
 
-        The file of its session's present memory replaces the older one.
-
         Raises:
             SnapshotError: the older file cannot be replaced.
         """

@@ -50,6 +50,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if isinstance(self.layer_budget, str):
+            # checks the rule
             budgets.per_layer(self.layer_budget, budget=1, layers=1)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")

@@ -346,6 +346,7 @@ def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
 
     body = {"score": score, "__module__": kind.__module__, "__doc__": kind.__doc__}
     made = copy.copy(policy)
+    # policies are frozen dataclasses, which refuse an ordinary assignment
     object.__setattr__(made, "__class__", type(kind.__name__, (kind,), body))
     return made
 

@@ -154,8 +154,6 @@ def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None])
     """Set the budgets of the heads in all layers with pools, and divide the pools accordingly. The slots lose their
     content.
 
-    Their slots lose their content.
-
     Args:
         blocks: the block of each layer with slots.
         budgets: the budgets of each layer's heads; ``None`` where all heads have the same.

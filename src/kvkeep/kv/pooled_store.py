@@ -82,8 +82,6 @@ class PoolSlots(LazySlots):
     ) -> Bool[Tensor, "B Hk 1"] | None:
         """Write one token of each head into the pool, at the given slots. Return which heads can use their token;
         ``None``: all can.
-
-        Return which heads can use theirs; ``None``: all.
         """
         self.forget()
         entry, (new, usable) = self.entries.gather(-1, slot), Vectors.of(keys, values, self.pool.bits)

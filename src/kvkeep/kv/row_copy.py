@@ -150,10 +150,7 @@ def _put_in_pool(block: Block, copy: RowCopy) -> None:
 
 
 def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
-    """Set the pinned spans of a row, or of several. Return whether a wider table of pins had to be allocated.
-
-    Return whether the block's table had to be replaced by a wider one.
-    """
+    """Set the pinned spans of a row, or of several. Return whether a wider table of pins had to be allocated."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
         # a power of two, so that it is rarely replaced: whatever holds the table is then made anew

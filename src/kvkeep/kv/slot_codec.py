@@ -43,8 +43,6 @@ class LazySlots(Slots):
     ) -> Bool[Tensor, "B Hk 1"] | None:
         """Write one token of each head into the given slots. Return which heads can use their token; ``None``: all
         can.
-
-        Return which heads can use theirs; ``None``: all.
         """
 
     def __iter__(self) -> Any:
@@ -81,6 +79,7 @@ class LazyView(View):
         """
         view = cls(slots.positions, *nothing(slots.positions), **others)
         own = vars(view)
+        # then the cached properties decode them, but only for a policy that looks at them
         del own["keys"], own["values"]
         own["_slots"] = slots
         return view
@@ -225,8 +224,6 @@ def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
 def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
     """Cast decoded vectors to a dtype. In float16, what rounding has made too large becomes the largest finite
     number.
-
-    In float16, what rounding has made too large becomes the largest finite number.
     """
     return x.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(dtype) if dtype == torch.float16 else x.to(dtype)
 

@@ -91,8 +91,6 @@ class Store(abc.ABC):
     def opened(self) -> Store:
         """Return the store as a step works on it, with positions side by side. Unless slots lie in a pool, this is
         the store itself.
-
-        This is the store itself, unless its slots lie otherwise in memory.
         """
         return self
 

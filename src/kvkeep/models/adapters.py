@@ -455,6 +455,7 @@ def _merge(model: PreTrainedModel) -> None:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
     if hasattr(model, "peft_config"):
+        # pEFT's mark of a model that still has adapters
         del model.peft_config
 
 

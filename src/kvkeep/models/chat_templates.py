@@ -227,6 +227,7 @@ def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) 
 @functools.cache
 def _note(template: str, has_system: bool) -> None:
     """Log, once for each template, that messages were changed for it."""
+    # it is only the key under which the cache knows that the note was logged
     del template
     if has_system:
         _log.warning(

@@ -406,9 +406,8 @@ def _shards(index: Path) -> list[str]:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Return whether a shard lies in the model's folder, links followed. A missing file counts as inside.
-
-    A missing file counts as inside, and is reported later.
+    """Return whether a shard lies in the model's folder, links followed. A missing file counts as inside, and is
+    reported later.
     """
     parts = re.split(r"[/\\]", shard)
     if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):

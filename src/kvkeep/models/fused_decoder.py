@@ -146,8 +146,6 @@ class FusedDecoder(nn.Module):
     def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layer_ops.ModelStep | None:
         """Return the kernel call for all layers, made anew if weights or recorded steps have changed; ``None`` if the
         kernel cannot run them.
-
-        Return ``None`` if the kernel cannot run the layers.
         """
         rotary_dims = [cosines.shape[-1] for cosines, _ in angles]
         fused = [layer.calls(rotary_dims[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]

@@ -375,7 +375,9 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
     with explained(name, f"Its {part_of(name)} holds values that cannot be used"), torch.device("meta"):
+        # transformers writes into the configuration that it is given
         skeleton: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
+        # refuses a model whose layers no cache can hold
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
 
@@ -516,6 +518,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
     """
     with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
         torch.manual_seed(seed)
+        # transformers writes into the configuration that it is given
         config = copy.deepcopy(writer.model.config)
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)

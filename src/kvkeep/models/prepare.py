@@ -220,8 +220,6 @@ def _fuse_qkv(module: nn.Module) -> None:
 def _calls_of_projections(kind: type[nn.Module]) -> list[tuple[str, str]]:
     """Return the projections that the code of an attention class calls, with the name of each one's argument; ``[]``
     without source code.
-
-    Return ``[]`` if there is no source.
     """
     try:
         return re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(kind.forward))

@@ -37,8 +37,6 @@ def cores() -> int:
 def check(number: int | None) -> int | None:
     """Return a number of threads, checked; for ``None`` that of the variable KVKEEP_THREADS, if it is set.
 
-    For ``None`` return that of the variable KVKEEP_THREADS, or ``None`` if it is not set.
-
     Raises:
         InputError: the number is below 1 or above the number of cores, or the variable is no number.
     """

@@ -225,8 +225,6 @@ class _Modules:
     def key(self, adapter: str | None = _NOW) -> list[object] | None:
         """Return a value that changes with every tensor's address or version and with the adapters; ``None`` if
         modules were replaced.
-
-        ``None`` if modules were added, removed or replaced.
         """
         found: list[object] = []
         for reference, children in self._found:

@@ -405,6 +405,7 @@ def _object(text: str) -> dict[str, Any] | str:
     """Parse the arguments of a tool call. Text that is no JSON object is returned unchanged."""
     try:
         found = decoded(text.encode())
+        # a text with half of a character could not be sent on
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError, InputError):
         return text

@@ -106,6 +106,7 @@ class NearHeads:
 @functools.cache
 def marks(heads: tuple[bool, ...], device: torch.device) -> Bool[Tensor, " Hk"]:
     """Return a cached boolean tensor of the limited heads on a device."""
+    # the tensor is cached, and its next reader may be outside of inference mode
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
 

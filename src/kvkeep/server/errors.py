@@ -61,10 +61,7 @@ class GoneError(Exception):
 
 
 def refusal_of(error: KVKeepError) -> RefusalError:
-    """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400.
-
-    Its status is 429 if the engine is busy, otherwise 400.
-    """
+    """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400."""
     text = str(error)
     sentence = text[:1].upper() + text[1:]
     if not sentence.endswith((".", "!", "?")):

@@ -149,8 +149,6 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
     """Read a body as OpenAI's parameters. Also return whether the answer echoes its prompts, and whether it has no
     new token.
 
-    Also return whether the answer echoes prompts, and whether no new token is asked for.
-
     Raises:
         ParameterError: ``stream_options`` are given without ``stream``, or a parameter cannot be honoured.
     """

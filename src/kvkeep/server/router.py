@@ -244,8 +244,6 @@ class Router:
     async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
         """Forward a request to a replica. If the replica dies or hangs meanwhile, end the answer with an error.
 
-        If the replica dies or hangs, end the answer with an error.
-
         Raises:
             RefusalError: the replica died or hangs, and nothing of the answer was sent.
         """
@@ -259,9 +257,8 @@ class Router:
                 raise refusal from error
 
     async def _tried(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Forward a request to a replica, and try another one if the first has ended before it got the request.
-
-        If the replica ends before it has the request, try another one; if another server still holds the session, wait.
+        """Forward a request to a replica; try another one if the first ends before it has the request, and wait while
+        another server holds the session.
 
         Raises:
             LostError: the replica has ended with the request or broken its answer off, or several have ended before

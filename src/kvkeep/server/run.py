@@ -127,11 +127,8 @@ def check_tls(place: ServerAddress) -> None:
 
 
 def settle() -> None:
-    """Tune a process that only serves: exempt the present objects from garbage collection, and switch between threads
-    sooner.
-
-    The objects that are there now are left out of later collections of garbage, and the engine's thread gets the
-    interpreter back from the web's thread after a millisecond.
+    """Tune a process that only serves: leave the objects that are there now out of later garbage collections, and let
+    the engine's thread have the interpreter back from the web's thread after a millisecond.
     """
     gc.collect()
     gc.freeze()

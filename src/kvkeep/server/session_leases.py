@@ -38,8 +38,6 @@ class Leases(Protocol):
     def take(self, name: str) -> bool:
         """Take the lease of a session, and move its file, if there is one, into this server's folder. Return
         ``False`` if another server has the lease.
-
-        The session's file, if there is one, is in this server's folder afterwards.
         """
 
     def give(self, name: str) -> None:

@@ -473,6 +473,7 @@ class SessionRegistry:
         try:
             made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
         except BaseException:
+            # the caller has taken the lease for this session
             self._leases.give(full)
             raise
         entry = ServerSession(name, made)

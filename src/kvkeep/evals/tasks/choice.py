@@ -176,6 +176,7 @@ def _rte(row: Mapping[str, Any]) -> Choice:
 def _hellaswag(row: Mapping[str, Any]) -> Choice:
     """Return a question of HellaSwag, its text cleaned as in lm-eval."""
     before, after = row["ctx_a"], row["ctx_b"]
+    # the words and the capital are lm-eval's
     context = _plain(f"{text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
     endings = [f" {_plain(ending)}" for ending in row["endings"]]
     return Choice(
