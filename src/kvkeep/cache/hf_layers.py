@@ -140,7 +140,9 @@ class HandingLayer(CacheLayerMixin):
         return self.stepper
 
     def get_seq_length(self) -> int:
-        """Return the logical length of the sequence, from which models derive positions."""
+        """Return how many columns were fed so far, padding and evicted tokens included; models derive positions from
+        it.
+        """
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -437,7 +437,7 @@ def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[l
 def _together(
     bench: LossMeter, part: CalibrationFile, heads: Sequence[Sequence[float]], on_stage: OnStage
 ) -> list[dict[str, Any]]:
-    """Return the loss of more and more heads together, those with the least need first.
+    """Return the losses of growing sets of limited heads, those with the least need first, in at most `_STEPS` sizes.
 
     What the file has is not measured again.
     """

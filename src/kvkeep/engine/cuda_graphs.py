@@ -49,6 +49,7 @@ def bucket(rows: int, most: int) -> int:
     """
     size = 1
     while size < rows:
+        # steps between powers of two keep padding below a third of the rows
         size = size * 3 // 2 if size > 2 and size & (size - 1) == 0 else 1 << size.bit_length()
     return min(size, most)
 

@@ -58,6 +58,7 @@ def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Pol
     first = next((owner_of_row for owner_of_row in owners[start:stop] if owner_of_row is not None), Owner(default))
     found = [Segment(first, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
+        # an empty row in between must not cost a run of the model of its own
         if owner is not None and owner != found[-1].owner:
             found.append(Segment(owner, row, row))
         found[-1] = found[-1]._replace(stop=row + 1)

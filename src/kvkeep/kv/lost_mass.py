@@ -80,7 +80,9 @@ def of_evicted(mass: Float[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> 
 
 
 def shares(lost: Float[Tensor, "*heads 4"]) -> LostShares:
-    """Return the share of lost mass of each head, from the sums in a block."""
+    """Return the share of lost mass of each head in prompts and in decoding, from a block's sums; NaN where no mass
+    was counted.
+    """
     return LostShares(lost[..., 0] / lost[..., 1], lost[..., 2] / lost[..., 3])
 
 

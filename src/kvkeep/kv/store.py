@@ -447,6 +447,7 @@ class QuantizedStore(Store):
     def over(self, tensors: Mapping[str, Tensor]) -> QuantizedStore:
         """Return a store of the same kind over other tensors, named as in `per_row`."""
         other = copy.copy(self)
+        # the slots are a cached view of the old tensors
         other._slots, other.vectors, other.positions = None, self.vectors.over(tensors), tensors["positions"]
         return other
 

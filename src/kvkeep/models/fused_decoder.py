@@ -63,6 +63,7 @@ class FusedDecoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the decoder's output, from the kernel where the step allows it."""
+        # transformers calls a decoder by keywords; what a position means, only its own signature says
         out = None if args else self._step(**kwargs)
         return super().forward(*args, **kwargs) if out is None else out
 

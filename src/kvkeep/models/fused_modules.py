@@ -316,6 +316,7 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield all modules of a model except those inside compiled ones."""
+    # a compiled module has been traced with its parts as they were
     compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
     return (module for module in model.modules() if id(module) not in compiled)
 

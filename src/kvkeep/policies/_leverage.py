@@ -37,7 +37,9 @@ class Leverages(Policy):
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and `recent`, at most half of what
+        sinks leave of the budget.
+        """
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:

@@ -393,6 +393,7 @@ def merge_evict(
         added = tl.zeros((TILE,), tl.float32)
         if REPORTS:
             p = group_mean(logits, slot, shown, past, S, base, scale, gain, G, BLOCK_G)
+            # a row that does not count may have seen nothing, and NaN times 0 is NaN
             added = tl.where(weight == 0.0, 0.0, p * weight)
         score = position.to(tl.float32)
         place = row * state_row + group * state_head + slot

@@ -475,7 +475,9 @@ def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
 
 
 def _windows(count: int, limits: Limits) -> Sizes:
-    """Return how many windows the rounds of the search and the confirmation take."""
+    """Return how many windows the rounds and the confirmation take: others for each if there are enough, else the
+    same.
+    """
     limit = limits.given or limits.windows
     searched = min(_SEARCHED_WINDOWS, count // 3)
     if count - searched < LEAST_WINDOWS or not limits.apart:
