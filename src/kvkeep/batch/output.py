@@ -363,6 +363,7 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str,
 
     Weights are compared only if both jobs know theirs, and the layout of weights never is.
     """
+    # a job goes on with the layout that its output names, whatever this machine would choose
     known = {*one, *other} - {LAYOUT}
     if not ("weights" in one and "weights" in other):
         known -= {"weights"}

@@ -389,6 +389,7 @@ def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float,
         questions: number of questions that the model answers; harm to one of them may be chance.
     """
     text = _of_largest([[loss.text for loss in layer] for layer in alone], least=_NATS)
+    # one harmed answer may be chance
     chance = 1 / questions if questions else 0.0
     answers = _of_largest([[max(0.0, (loss.harmed or 0.0) - chance) for loss in layer] for layer in alone], least=0.0)
     parts = [part for part in (text, answers) if any(map(any, part))] or [text]

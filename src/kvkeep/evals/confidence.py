@@ -190,6 +190,7 @@ def of_cell(rows: Sequence[Row]) -> Interval:
     texts = _by_text(grade_of)
     if len(texts) < 2:
         return UNKNOWN
+    # wilson's interval is for right or wrong; other grades are resampled
     if any(grade not in (0, 1) for grade in grade_of.values()):
         return _bootstrap([(sum(grade_of[q] for q in own), len(own)) for own in texts])
     counts = [(round(sum(grade_of[q] for q in own)), len(own)) for own in texts]

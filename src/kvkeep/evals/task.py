@@ -245,6 +245,7 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     """
     n = torch.tensor(lengths, device=positions.device)[:, None, None]
     inside = (positions >= 0) & (positions < n)
+    # empty slots and tokens behind the text count in a column of their own, which is left out
     tenth = torch.where(inside, positions * TENTHS // n, TENTHS).long()
     counts = torch.zeros(*positions.shape[:2], TENTHS + 1, device=positions.device)
     counts.scatter_add_(-1, tenth, torch.ones_like(tenth, dtype=counts.dtype))
@@ -382,6 +383,7 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
     length = min(length, len(ids))
     starts = range(0, len(ids) - length + 1, length)
     chosen = [starts[(seed * rows + row) % len(starts)] for row in range(min(rows, len(starts)))]
+    # a text with too few windows gives all of them, whatever the seed
     return [ids[start : start + length] for start in (chosen if rows < len(starts) else starts)]
 
 

@@ -288,6 +288,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
         raise ParameterError(f"{name}.tool_calls", f"belongs to an assistant's message, and this is of {role}")
     made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
     content = found.get("content", "")
+    # an answer that was a refusal has its text in this field
     refusal = found.get("refusal", "") if role == "assistant" else ""
     made["content"] = _content(f"{name}.content", refusal or "" if content in ("", []) else content)
     if found.get("name"):

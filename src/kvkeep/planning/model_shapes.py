@@ -237,6 +237,7 @@ def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
         return None
     bits = _number(weights, "num_bits", 8)
     by = {"tensor": (_WHOLE, _WHOLE), "channel": (1, _WHOLE)}
+    # "group" is the remaining strategy
     block = by.get(str(weights.get("strategy")), _group(weights, _WHOLE))
     zero = 0 if weights.get("symmetric", True) else bits
     return Scheme(

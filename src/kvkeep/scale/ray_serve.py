@@ -301,6 +301,7 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
 
     async def unprefixed(scope: Any, receive: Any, send: Any) -> None:
         """Pass a request to the router without the application's own path prefix, which replicas do not have."""
+        # a first request may come before Ray Serve has told this process of any replica
         if scope["type"] == "http" and not replicas.here():
             await replicas.facts()
         prefix = scope.get("root_path", "")

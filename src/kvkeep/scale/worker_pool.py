@@ -189,6 +189,7 @@ class WorkerSlot:
         silent = time.monotonic() - self.heard
         if self.facts is None or not self.running or silent < self.patience_s:
             return None
+        # a worker that hangs is named again, but not in every round
         self.patience_s *= 2
         return (
             f"worker {self.number} (process {self.facts.pid} on {self.facts.host}) has answered nothing for "

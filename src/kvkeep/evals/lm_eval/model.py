@@ -115,6 +115,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                # without a new turn lm-eval has begun the answer itself
                 continue_final_message=not add_generation_prompt,
             )
         )

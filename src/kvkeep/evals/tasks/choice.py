@@ -111,6 +111,7 @@ def _copa(row: Mapping[str, Any]) -> Choice:
     link = {"cause": "because", "effect": "therefore"}.get(row["question"])
     if link is None:
         raise ValueError(f"'question' is {row['question']!r}, neither 'cause' nor 'effect'")
+    # without the period, so that the sentence goes on
     context = f"{text(row, 'premise').strip()[:-1]} {link}"
     choices = [text(row, "choice1"), text(row, "choice2")]
     said = tuple(f" {choice[0].lower()}{choice[1:]}" for choice in choices)

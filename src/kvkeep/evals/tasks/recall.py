@@ -268,6 +268,7 @@ class Recall(Task):
         ask = qa_task.later if self.options.ask == "later" else qa_task.inside
         questions, turns = self.questions[case], self.options.turns
         if turns is not None:
+            # turns count from 1: the fact's own turn, and `AFTER` later ones
             due = [min(turns, int(asked.question.depth * turns) + 1 + AFTER) for asked in questions]
             ask = partial(qa_task.in_turns, turns=turns, due=due)
         return ask(writer, questions, drive, NEW_TOKENS[self.wording])

@@ -115,6 +115,7 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
     size = len(tokens_of(checkpoint, item))
     words = item.text.split(" ")
     while size > room:
+        # in proportion, but at least one word less, so that this ends
         words = words[: min(len(words) - 1, len(words) * room // size)]
         if len(words) < _LEAST:
             raise InputError(f"summary's {name} does not fit into {checkpoint.name}: {room} tokens are left for it.")

@@ -353,6 +353,7 @@ class Losses(Measure):
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
+        # until the budget is full nothing is evicted, so no loss can differ
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
         more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))

@@ -318,6 +318,7 @@ def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
     """
     given = wanted.budgets or (QUICK.shares if wanted.quick else SHARES)
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
+    # two pieces must lie beyond the budget: earlier ones cannot differ
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
     found = sorted(number for number in numbers if number <= most)
     if not found:

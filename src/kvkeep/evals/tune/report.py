@@ -185,6 +185,7 @@ def config(found: SearchResult, model: str | None) -> Config:
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
     rule, colon, file = (setup["head_budget"] or "").partition(":")
     if rule == "profile":
+        # whoever reads the settings may stand in another folder
         setup["head_budget"] = rule + colon + os.path.abspath(in_full(file))
     return Config(model=model, policy=one.arm.policy, budget=one.budget, **setup)
 

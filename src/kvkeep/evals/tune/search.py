@@ -337,6 +337,7 @@ def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) ->
     while not passes(ladder[start]):
         if start == last:
             return None
+        # a guess that is far too small should not cost a measurement of every step
         start, jump = min(start + jump, last), 2 * jump
     while start > 0 and passes(ladder[start - 1]):
         start -= 1
