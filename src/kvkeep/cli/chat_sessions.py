@@ -190,6 +190,7 @@ class ChatSession:
             SnapshotError: the memory cannot be saved.
         """
         state = self.session.snapshot() if self.session.token_ids else None
+        # the session hands out the same snapshot until a turn ends
         if state is self.state:
             return False
         self._states.add(state)

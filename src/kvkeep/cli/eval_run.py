@@ -502,6 +502,7 @@ def _fill(
             if (item := queue.take(worker)) is None:
                 return None
             number, piece = item
+            # a worker stands in another folder
             planned = replace(piece.planned, setup=_with_whole_path(piece.planned.setup))
             return number, replace(piece, planned=planned)
 

@@ -133,6 +133,7 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
         console.note(note)
     drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
     if request.output is not None:
+        # the file may have come into being while the policies ran
         request.check_output()
         try:
             write_whole(request.output, found.to_html().encode())

@@ -185,6 +185,7 @@ class LocalRunner:
         source = ((line, place) for line in self._lines for place in range(len(line.requests)))
         new, more = 0, True
         while (more or answers.running) and not stopped():
+            # no line is read ahead of a free place, so a file of any size takes little memory
             while more and engine.has_room:
                 if more := (found := next(source, None)) is not None:
                     answers.begin(engine, *found)
@@ -515,6 +516,7 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
     ):
         if stopped():
             raise typer.Exit(console.INTERRUPTED)
+        # once more, now that the workers have told their weights
         job.output.agree({**job.settings, "weights": pool.facts.weights, LAYOUT: pool.facts.layout})
         _remark(survey, job.checkpoint, job.request)
         todo = _todo(job, lambda shapes: pool.ask("judge", list(shapes)))

@@ -99,6 +99,7 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
     with joined(request.ray_address, cpus=cpus):
         need, device = _need(request, longest)
         if settings.session_dir is not None:
+            # a replica may start in another folder
             settings = replace(settings, session_dir=str(in_full(settings.session_dir).resolve()))
         with _running(request, _recipe(request, settings, device), need) as handle:
             replicas, facts = asyncio.run(_begun(handle))
@@ -357,6 +358,7 @@ def _check_numbers(request: ServeOptions) -> None:
             raise InputError(f"{parameter.name}={number} is less than {parameter.least}.")
     if not PORT.allows(request.port):
         raise InputError(f"port={request.port} is outside {PORT.least} … {PORT.most}; 0 takes any free one.")
+    # refuses a number that no answer can have
     SamplingParams(max_new_tokens=request.max_new_tokens)
 
 

@@ -100,7 +100,7 @@ def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
         if one[i - 1] == other[j - 1]:
             i, j = i - 1, j - 1
             found.append(one[i])
-        # ties go as in rouge-score, whose union of subsequences depends on them
+        # ties go as in the package rouge: the union of subsequences depends on them
         elif lengths[i - 1][j] > lengths[i][j - 1]:
             i -= 1
         else:
