@@ -245,6 +245,7 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self.turn = FairLock()
+        # for what must be done to all engines when the process forks or ends
         _services.add(self)
         self._boxes: dict[int, Box] = {}
         self._left: deque[Box] = deque()

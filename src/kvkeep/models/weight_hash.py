@@ -301,8 +301,7 @@ def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own buffers, except computed ones that follow from the configuration.
 
-    They are left out where they follow from the configuration. So an untouched rotary embedding may be computed on any
-    device, and be rounded with the model.
+    So an untouched rotary embedding may be computed on any device, and be rounded with the model.
     """
     if follows_length(module):
         return

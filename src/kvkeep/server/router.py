@@ -370,6 +370,7 @@ class Router:
     async def _health(self, request: Request) -> Response:
         """Answer with the health of all replicas and the sums of their rows."""
         forwarded = await _received(request, self._settings)
+        # without `check=live` a replica that drains would answer with an error, and its rows would be missing
         answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
