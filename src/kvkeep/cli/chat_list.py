@@ -46,6 +46,7 @@ def show(request: ChatOptions) -> None:
 
 
 def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
+    """Return what the list shows of a saved conversation, from its file's header alone; or why it cannot be read."""
     path = folder.file_of(name)
     try:
         with opened(path) as (file, size):

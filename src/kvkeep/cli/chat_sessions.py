@@ -54,6 +54,7 @@ class _StopOnInterrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def _stop(self, number: int, frame: object) -> None:
+        """Stop the answer at the first Ctrl-C; raise `KeyboardInterrupt` where there is no answer to stop."""
         if self._session.stop():
             self.stopped = True
         elif not self.stopped:  # otherwise a second Ctrl-C, which may come after the last token
@@ -185,6 +186,7 @@ class ChatSession:
             SnapshotError: the memory cannot be saved.
         """
         state = self.session.snapshot() if self.session.token_ids else None
+        # the session hands out the same snapshot until a turn ends
         if state is self.state:
             return False
         self._states.add(state)
@@ -195,6 +197,7 @@ class ChatSession:
         return True
 
     def _stream(self, message: str) -> Result:
+        """Show an answer while it is made, and return its result."""
         result: Result | None = None
         begun = False
         assert self.engine.tokenizer is not None

@@ -168,7 +168,9 @@ def split_arms(text: str) -> list[tuple[Policy, str | None]]:
 
 
 def _arm(text: str) -> tuple[Policy, str | None]:
+    """Return the policy and the bits of ``POLICY@BITS``; the bits are ``None`` if none are named."""
     policy, at, bits = text.partition("@")
+    # `check_bits` returns nothing for 16, and here nothing means that no bits were named
     return parse(policy.strip()), (check_bits(bits.strip().removesuffix("bit")) or "16") if at else None
 
 
