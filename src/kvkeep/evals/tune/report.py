@@ -141,8 +141,8 @@ def failure(result: TuneResult) -> str:
     confidence = " with 95 % confidence" if result.promises else ""
     return (
         f"No budget keeps {100 * result.target:.4g} % of the full cache's quality{confidence}. The best finalist was "
-        f"{best}: {_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions (`limit`) or "
-        "larger `budgets`, or keep the full cache."
+        f"{best}: {_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions "
+        "(`limit`) or larger `budgets`, or keep the full cache."
     )
 
 
