@@ -18,7 +18,7 @@ from kvkeep.errors import InputError, closest
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import STYLES
-from kvkeep.models.tiny.recall import HELD_OUT, draw_facts, most_facts, own_filler
+from kvkeep.models.tiny.recall import HELD_OUT, draw_facts, own_filler
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 from kvkeep.types import MemoryUsage
@@ -82,12 +82,17 @@ class Options:
                 raise InputError(f"{name}={value} leaves nothing to measure; give 1 or more.")
         if self.window is not None and self.window < SHORTEST_WINDOW:
             raise InputError(f"window={self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
-        if self.facts > (most := most_facts(HELD_OUT)):
-            raise InputError(f"facts={self.facts} is more than there are names and things for; give {most} or fewer.")
         if outside := [depth for depth in self.depths if not 0 <= depth <= 1]:
             raise InputError(f"depths={outside[0]:g} is outside the text; give shares from 0 (start) to 1 (end).")
         if self.documents not in STYLES:
             raise InputError(f"documents={self.documents!r} is no look of texts; use one of {', '.join(STYLES)}.")
+        look = STYLES[self.documents]
+        if look.takes_text and not (self.text or "").strip():
+            raise InputError(
+                f"documents={self.documents!r} puts facts between the sentences of a text; give one with `text`."
+            )
+        if self.facts > (most := look.most_facts):
+            raise InputError(f"facts={self.facts} is more than there are names and things for; give {most} or fewer.")
         if self.ask not in ASK:
             raise InputError(f"ask={self.ask!r} is no way to ask; use {', '.join(ASK[:-1])} or {ASK[-1]}.")
         for name, number, most in (("shots", self.shots, MOST_SHOTS), ("seed", self.seed, 2**31 - 1)):

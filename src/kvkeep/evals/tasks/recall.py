@@ -9,11 +9,13 @@ last token and the reply are decoded greedily under the budget, see `kvkeep.eval
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from itertools import cycle, islice
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -23,10 +25,11 @@ from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, task
 from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.qa_task import Replies
+from kvkeep.evals.synthetic import sentences
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.models import tiny
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.tiny.documents import Document, document
+from kvkeep.models.tiny.documents import STYLES, Document, document
 from kvkeep.models.tiny.recall import Question
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
@@ -114,6 +117,7 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
         else (),
         first_kind=number * options.facts,  # where the text before has ended, so that all kinds are equally frequent
         style=options.documents,
+        filler=_sentences(options, number),
         count=lambda text: count_tokens(checkpoint, text),
     )
     ids = [encoded(checkpoint, wording, made.text, ending_of(item)) for item in made.questions]
@@ -122,6 +126,17 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
         Prompted(item, own, text if options.ask == "later" else len(own) - 1, number, i)
         for i, (item, own) in enumerate(zip(made.questions, ids, strict=True))
     ]
+
+
+def _sentences(options: Options, number: int) -> Iterator[str] | None:
+    """Return the sentences of the user's text, once around from a place of each recall text's own; ``None``: those of
+    the look.
+    """
+    if not STYLES[options.documents].takes_text or options.text is None:
+        return None
+    every = sentences(options.text)
+    start = random.Random(task.text_seed(options.seed, number)).randrange(len(every))
+    return islice(cycle(every), start, start + len(every))
 
 
 def right(wording: Wording, asked: Question, reply: str) -> bool:
@@ -224,6 +239,7 @@ class Recall(Task):
             "documents": self.options.documents,
             "depths": list(self.options.depths) or "spread",
             "wording": self.wording,
+            **({"text": task.describe(self.options)} if STYLES[self.options.documents].takes_text else {}),
             **({} if self.options.turns is None else {"turns": self.options.turns, "after": AFTER}),
         }
 
