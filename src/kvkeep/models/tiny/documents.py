@@ -18,7 +18,6 @@ from kvkeep.models.tiny.recall import (
     Lexicon,
     Question,
     draw_value,
-    most_facts,
     own_filler,
     pool,
     side,
@@ -42,7 +41,8 @@ class Style:
         before: stands before the first sentence.
         hops: whether questions name an owner by a thing that is theirs, so that an answer takes two facts.
         lexicon: what facts are made of.
-        takes_text: whether the sentences between facts are those of a text of the user.
+        own_text: whether the sentences between facts are those of a text of the user. The answers to its questions are
+            begun for the model.
     """
 
     summary: str
@@ -52,17 +52,12 @@ class Style:
     before: str = ""
     hops: bool = False
     lexicon: Lexicon = HELD_OUT
-    takes_text: bool = False
-
-    @property
-    def most_facts(self) -> int:
-        """Return how many facts a text of this look can hold."""
-        return most_facts(self.lexicon) if len(self.lexicon.things) > 1 else len(self.lexicon.names)
+    own_text: bool = False
 
 
 def _people(*kinds: Kind) -> Lexicon:
-    """Return a lexicon of facts with one key, a person's name, as pretrained models of any size know them."""
-    return Lexicon(_NAMES, (), ("",), kinds)
+    """Return a lexicon of facts with one key, a person's name, in words that small pretrained models know."""
+    return Lexicon(_NAMES, (), (), kinds)
 
 
 _NAMES = pool(
@@ -71,16 +66,18 @@ _NAMES = pool(
     "Nancy Oliver Oscar Patrick Paul Peter Rachel Robert Rose Samuel Sarah Simon Susan Thomas Victor Walter"
 )
 
+# Each statement ends with its value, since an answer begins with the words before it.
+
 _DEV = _people(
     Kind(
         "number",
-        ("the code of {owner}'s door is {value}.", "{owner} opens the door with the code {value}."),
+        ("the code of {owner}'s door is {value}.",),
         (),
         ("what is the code of {owner}'s door?",),
     ),
     Kind(
         "city",
-        ("{owner} lives in {value}.", "the house of {owner} is in {value}."),
+        ("{owner} lives in {value}.",),
         (),
         ("in which city does {owner} live?",),
         pool(
@@ -90,16 +87,16 @@ _DEV = _people(
     ),
     Kind(
         "pet",
-        ("{owner} has a {value} as a pet.", "the pet of {owner} is a {value}."),
+        ("the pet of {owner} is a {value}.",),
         (),
-        ("which animal does {owner} have as a pet?",),
+        ("which animal is the pet of {owner}?",),
         pool("parrot rabbit turtle monkey snake lizard hamster goat pony duck fox crow pig raven squirrel ferret"),
     ),
     Kind(
-        "coat",
-        ("{owner} always wears a {value} coat.", "the colour of {owner}'s coat is {value}."),
+        "colour",
+        ("the favourite colour of {owner} is {value}.",),
         (),
-        ("what is the colour of {owner}'s coat?",),
+        ("what is the favourite colour of {owner}?",),
         pool("red blue green yellow orange purple pink brown black white grey silver golden scarlet violet"),
     ),
 )
@@ -108,7 +105,7 @@ _DEV = _people(
 _TEST = _people(
     Kind(
         "work",
-        ("{owner} works as a {value}.", "the profession of {owner} is that of a {value}."),
+        ("{owner} works as a {value}.",),
         (),
         ("what is the profession of {owner}?",),
         pool(
@@ -118,14 +115,14 @@ _TEST = _people(
     ),
     Kind(
         "instrument",
-        ("{owner} plays the {value} very well.", "the instrument that {owner} plays is the {value}."),
+        ("{owner} plays the {value}.",),
         (),
         ("which instrument does {owner} play?",),
         pool("piano violin guitar flute trumpet harp cello drums organ clarinet banjo trombone saxophone accordion"),
     ),
     Kind(
         "language",
-        ("{owner} speaks {value} at home.", "the language that {owner} speaks is {value}."),
+        ("the language that {owner} speaks is {value}.",),
         (),
         ("which language does {owner} speak?",),
         pool(
@@ -135,7 +132,7 @@ _TEST = _people(
     ),
     Kind(
         "number",
-        ("the telephone number of {owner} is {value}.", "{owner} has the telephone number {value}."),
+        ("the telephone number of {owner} is {value}.",),
         (),
         ("what is the telephone number of {owner}?",),
     ),
@@ -216,9 +213,9 @@ STYLES = {
         "sentences of a text of your own, facts about persons for any model: to choose rules and options by",
         _plain,
         lexicon=_DEV,
-        takes_text=True,
+        own_text=True,
     ),
-    "text-test": Style("the same with other facts: for tables", _plain, lexicon=_TEST, takes_text=True),
+    "text-test": Style("the same with other facts: for tables", _plain, lexicon=_TEST, own_text=True),
 }
 """The looks of texts by name."""
 
@@ -259,7 +256,7 @@ def document(  # noqa: PLR0913  each decides about the text
             anywhere. Empty: the facts are spread evenly.
         first_kind: the number of the first fact's kind; the facts take all kinds in turn.
         style: one of `STYLES`.
-        filler: sentences between the facts, in place of the style's; for styles that take a text.
+        filler: sentences between the facts, in place of the style's; for styles of a user's text.
         count: tokens of a string.
     """
     rng, look = random.Random(f"{seed}/document/{n_facts}/{tokens}/{first_kind}"), STYLES[style]
@@ -283,7 +280,8 @@ def document(  # noqa: PLR0913  each decides about the text
     taken = take(source, room, lambda sentence: count(look.joint + sentence.strip()))
     woven, starts = _woven(taken, said, places, look.joint)
     text = look.before + woven
-    return Document(text, tuple(_question(text, named, i, asks[i], starts[i] / len(woven)) for i in asked))
+    leads = [fact.say(fact.kind.lead) if look.own_text else "" for fact in named]
+    return Document(text, tuple(_question(text, named, i, asks[i], starts[i] / len(woven), leads[i]) for i in asked))
 
 
 def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
@@ -300,21 +298,10 @@ def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
 
 
 def _facts(rng: random.Random, n: int, first_kind: int, look: Style) -> list[Fact]:
-    """Draw facts with distinct keys, of the kinds in turn, then shuffled.
-
-    Owners and things are a small grid, so that facts share them. Where there are no things, each fact has an owner of
-    its own.
-    """
+    """Draw facts with distinct keys, of the kinds in turn, then shuffled."""
     lexicon = look.lexicon
     kinds = [kind.name for kind in lexicon.kinds if kind.name != "owner" or not look.hops]
-    width = side(n) if len(lexicon.things) > 1 else n
-    owners, things = rng.sample(lexicon.names, width), rng.sample(lexicon.things, min(width, len(lexicon.things)))
-    materials = rng.sample(lexicon.materials, min(width, len(lexicon.materials)))
-    pairs = list(product(owners, things))
-    free = {kind: list(product(materials, things)) if kind == "owner" else pairs for kind in kinds}
-    if len(lexicon.things) > 1:
-        free = {kind: [*pairs] for kind, pairs in free.items()}
-    facts = []
+    free, facts = _keys(rng, n, lexicon, kinds), []
     for number in range(n):
         kind = lexicon.kind(kinds[(first_kind + number) % len(kinds)])
         owner, thing = free[kind.name].pop(rng.randrange(len(free[kind.name])))
@@ -323,12 +310,26 @@ def _facts(rng: random.Random, n: int, first_kind: int, look: Style) -> list[Fac
     return facts
 
 
-def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float) -> Question:
+def _keys(rng: random.Random, n: int, lexicon: Lexicon, kinds: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Draw, for each kind, the owners and things that its facts can be about: a small grid, so that facts share them.
+
+    In a lexicon without things there is one fact about each owner.
+    """
+    if not lexicon.things:
+        people = [(owner, "") for owner in rng.sample(lexicon.names, n)]
+        return dict.fromkeys(kinds, people)
+    width = side(n)
+    owners, things = rng.sample(lexicon.names, width), rng.sample(lexicon.things, width)
+    materials = rng.sample(lexicon.materials, min(width, len(lexicon.materials)))
+    return {kind: list(product(materials if kind == "owner" else owners, things)) for kind in kinds}
+
+
+def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float, lead: str) -> Question:
     """Return the question about the fact at an index. That fact stands last among the question's facts."""
     asked = facts[at]
     same = tuple(fact.value for fact in facts if fact.kind.name == asked.kind.name)
     ordered = (*facts[:at], *facts[at + 1 :], asked)
-    return Question(f"{text} {ask}", asked.value, asked.kind.name, depth, ordered, same)
+    return Question(f"{text} {ask}", asked.value, asked.kind.name, depth, ordered, same, lead)
 
 
 def _woven(filler: Sequence[str], said: Sequence[str], places: Iterable[float], joint: str) -> tuple[str, list[int]]:
