@@ -253,3 +253,21 @@ def test_a_model_of_windows_alone_has_nothing_to_share():
     ):
         BoundedCache(config, POLICY, BUDGET, head_budget="global")
     assert BoundedCache(config, POLICY, BUDGET, head_budget="ada").policy.spreads
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_layers_with_windows_leave_their_slots_to_the_others(name, rule):
+    found, equal = (cache_of(name, head_budget=rule, layer_budget=how) for how in ("sliding:0.5", "uniform"))
+    for cache in (found, equal):
+        feed(cache, batch(), name=name)
+    slots, before = ([sum(map(len, row)) for layer in held(cache) for row in layer] for cache in (found, equal))
+    for full, now, then in zip([one for one in kinds(name) for _ in range(2)], slots, before, strict=True):
+        assert now > then if full else now < then, (now, then)
+
+
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_an_engine_gives_the_tokens_of_a_cache_where_windows_leave_slots(rule):
+    how = {"head_budget": rule, "layer_budget": "sliding:0.5"}
+    requests = asked()
+    assert tokens(engine_of(**how), requests) == [alone(request, **how) for request in requests]

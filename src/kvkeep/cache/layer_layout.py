@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -118,7 +118,9 @@ class Layout:
         elif policy.unrotates or policy.needs_rotary:
             rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
         policy, heads = under(policy, head_budget), Heads.of(config)
-        asked = layer_budget not in (None, policy.defaults.layer_budget)
+        # the heads of all layers can share what layers with sliding windows leave
+        beside_windows = str(how).startswith("sliding")
+        asked = layer_budget not in (None, policy.defaults.layer_budget) and not beside_windows
         profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
         policy = beside(policy, profile, list(windows))
         if policy.shares_layers:
@@ -129,7 +131,7 @@ class Layout:
                 split=heads != ALONE,
             )
             # scores divide the budget of all layers at once, so a rule for layers would have no effect
-            how = "uniform"
+            how = how if beside_windows else "uniform"
         return cls(policy, windows, how, mode, rotations, head_budget, profile, kv_bits, heads)
 
     @property
@@ -169,8 +171,8 @@ class Layout:
             return [[tuple(row[layer]) for row in heads] for layer in range(layers)]
         if self.layer_budget == "uniform":
             return [numbers] * layers
-        least = self.policy.least
-        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, least=least) for n in numbers), strict=True))
+        rule: dict[str, Any] = {"least": self.policy.least, "windows": list(self.windows.values())}
+        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, **rule) for n in numbers), strict=True))
 
     def slots(self, budget: int) -> list[Number]:
         """Return the most tokens that the heads of each layer may hold: its budget, at most its sliding window.
