@@ -142,7 +142,7 @@ class Layout:
 
     @property
     def undoes(self) -> bool:
-        """Return whether the policy looks behind rotations, or turns queries by them."""
+        """Return whether the policy needs the model's rotary embedding, to undo rotations or to turn queries."""
         return self.policy.unrotates or self.policy.needs_rotary
 
     @property
@@ -153,7 +153,9 @@ class Layout:
 
     @property
     def policies(self) -> list[Policy]:
-        """Return the policy of each layer with slots. Layers left out of a shared budget have equal heads."""
+        """Return the policy of each layer with slots. In layers that do not share the budget, heads have equal
+        budgets.
+        """
         sharing, apart = self.sharing, under(self.policy, "uniform") if self.policy.shares_layers else self.policy
         return [self.policy if number in sharing else apart for number in self.windows]
 
@@ -170,7 +172,7 @@ class Layout:
         return spread
 
     def _spread(self, numbers: Sequence[int]) -> list[Sequence[Number]]:
-        """Return for each layer the budgets of rows with these numbers, unchecked."""
+        """Return the unchecked budgets of each layer, one per row."""
         layers = len(self.windows)
         if self.profile is not None:
             heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
@@ -181,7 +183,7 @@ class Layout:
         return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, **rule) for n in numbers), strict=True))
 
     def slots(self, budget: int) -> list[Number]:
-        """Return the most tokens that the heads of each layer may hold: its budget, at most its sliding window.
+        """Return the budget of each layer for one row: its part of ``budget``, at most its sliding window.
 
         Each budget is spread and checked once: an engine asks several times for each request.
 
@@ -211,8 +213,8 @@ class Layout:
             check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
 
     def room(self, budget: int) -> int | None:
-        """Return the most tokens that a sequence can have without eviction; ``None`` if every budget holds its
-        window.
+        """Return how many tokens a sequence can have before something must be evicted; ``None`` if every budget holds
+        its sliding window.
 
         Raises:
             BudgetError: see `slots`.
@@ -224,7 +226,7 @@ class Layout:
 def _profile(
     head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
 ) -> Profile | None:
-    """Load the profile that ``head_budget`` names, and check that it fits the model; ``None`` for another rule.
+    """Load and check the head profile that ``head_budget`` names; return ``None`` if it names none.
 
     Raises:
         InputError: `layer_budget` was given as well, or the file cannot be used for this model.
@@ -272,11 +274,14 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Return whether the model may cache a latent of each token, and expand it to keys and values to attend."""
+    """Return whether a model caches latents (multi-head latent attention) that it expands to keys and values before
+    it attends.
+    """
     return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:
+    """Refuse a model with layers whose cache cannot be bounded, with the reason."""
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "attention_chunk_size", None) is not None:
         types.add(_CHUNKS)
@@ -305,7 +310,7 @@ def policy_for_later(config: PreTrainedConfig) -> Policy:
 
 
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """Return the default budget for rows of ``tokens`` tokens: all if the policy never evicts, else ≤
+    """Return the default budget for rows of ``tokens`` tokens: all of them if the policy never evicts, else at most
     `DEFAULT_BUDGET`.
 
     Args:

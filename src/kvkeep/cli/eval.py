@@ -103,14 +103,17 @@ def whole(text: str, option: str) -> int:
 
 
 def _seeds(text: str, option: str) -> tuple[int, ...]:
+    """Return the seeds of an option, each once."""
     return tuple(dict.fromkeys(whole(item, option) for item in items(text, option)))
 
 
 def _contexts(text: str, option: str) -> tuple[int, ...]:
+    """Return the lengths of an option in tokens."""
     return tuple(parse_tokens(item, option) for item in items(text, option))
 
 
 def _parts(text: str | None, option: str) -> tuple[str, ...]:
+    """Return the names of an option; nothing if it is not given."""
     return () if text is None else tuple(items(text, option))
 
 

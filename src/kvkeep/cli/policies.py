@@ -188,6 +188,7 @@ def _show_type(kind: Any) -> str:
 
 
 def _print(entry: dict[str, Any]) -> None:
+    """Show a policy's page: what it does, its source and its options."""
     screen = console.out()
     screen.print(Text.assemble((entry["name"], "bold"), "  ", entry["summary"]))
     screen.print()
@@ -205,6 +206,7 @@ def _print(entry: dict[str, Any]) -> None:
 
 
 def _print_options(entry: dict[str, Any]) -> None:
+    """Show the table of a policy's options, its presets and an example."""
     screen = console.out()
     if not entry["options"]:
         screen.print("No options.")
@@ -221,4 +223,5 @@ def _print_options(entry: dict[str, Any]) -> None:
 
 
 def _show_value(value: object) -> str:
+    """Return an option's value as users write it."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -71,6 +71,7 @@ def serve(request: RememberOptions) -> None:
 
 
 def _serve(request: RememberOptions) -> None:
+    """Check the options, read the text and write its memory."""
     policy = None if request.policy is None else parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)

@@ -193,13 +193,14 @@ def split_arms(text: str) -> list[PolicyArm]:
 
 
 def _arm(text: str) -> PolicyArm:
+    """Return what ``POLICY@BITS@RULE`` says; bits and rule are ``None`` if none are named."""
     policy, *words = (word.strip() for word in text.split("@"))
     named: dict[str, str] = {}
     for word in words:
         if word.partition(":")[0] in (*_head_budgets.RULES, _head_budgets.PROFILE):
             _head_budgets.parsed(word)
             kind, value = "head_budget", word
-        else:
+        else:  # `check_bits` returns nothing for 16, and here nothing means that no bits were named
             kind, value = "kv_bits", check_bits(word.removesuffix("bit")) or "16"
         if kind in named:
             raise PolicyError(f"{text!r:.80} names {kind} twice; write {policy}@{named[kind]} or {policy}@{value}.")

@@ -256,6 +256,7 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     """
     n = torch.tensor(lengths, device=positions.device)[:, None, None]
     inside = (positions >= 0) & (positions < n)
+    # empty slots and tokens behind the text count in a column of their own, which is left out
     tenth = torch.where(inside, positions * TENTHS // n, TENTHS).long()
     counts = torch.zeros(*positions.shape[:2], TENTHS + 1, device=positions.device)
     counts.scatter_add_(-1, tenth, torch.ones_like(tenth, dtype=counts.dtype))
@@ -369,6 +370,7 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
+    """Return the first tokens of the package's own sentences."""
     sentences = own_sentences(seed)
     text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
@@ -392,15 +394,18 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
     length = min(length, len(ids))
     starts = range(0, len(ids) - length + 1, length)
     chosen = [starts[(seed * rows + row) % len(starts)] for row in range(min(rows, len(starts)))]
+    # a text with too few windows gives all of them, whatever the seed
     return [ids[start : start + length] for start in (chosen if rows < len(starts) else starts)]
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:
+    """Return a text's tokens without the tokenizer's first token."""
     ids = encode(checkpoint, text, raw=True)[0]
     begin = checkpoint.tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[0] == begin else ids
 
 
 def _begin(checkpoint: Checkpoint) -> Int[Tensor, " n"]:
+    """Return the tokenizer's first token; nothing if it has none."""
     begin = checkpoint.tokenizer.bos_token_id
     return torch.tensor([] if begin is None else [begin], dtype=torch.int64)

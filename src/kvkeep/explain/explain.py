@@ -319,6 +319,7 @@ def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
 
 
 def _call(name: str, question: str, asked: ExplainArguments) -> str:
+    """Return the Python call that makes the same explanation, for the page."""
     model = None if name == "the embedded model" else name
     chosen = [str(policy) for policy in asked.policies]
     budget = "" if asked.budget is None else f", budget={asked.budget}"

@@ -217,6 +217,7 @@ def _number(layer: Layer, shape: LayerShape) -> Number:
 
 
 def _by_head(number: Number, layer: LayerShape) -> tuple[int, ...]:
+    """Return a layer's budget as one number for each of its KV heads."""
     return by_head([number], layer.kv_heads)[0]
 
 

@@ -39,7 +39,7 @@ def builtin_names() -> list[str]:
 
 
 def builtin_summary(name: str) -> str:
-    """Return one line about the tokens that a policy of this package keeps, without importing it.
+    """Return one line about the tokens that a built-in policy keeps, without importing the policy.
 
     It is the first line of the docstring in its file, which is read as text: importing a policy imports torch.
     """

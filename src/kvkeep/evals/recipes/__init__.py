@@ -137,6 +137,7 @@ def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | Non
 
 
 def _cell(paper: float, ours: float | None) -> str:
+    """Return a cell of the comparison: the paper's figure, ours, and the difference. NaN: the paper has none."""
     if math.isnan(paper):
         return "–" if ours is None else f"– | {ours:.1f}"
     return f"{paper:.1f} | –" if ours is None else f"{paper:.1f} | {ours:.1f} | {ours - paper:+.1f}"

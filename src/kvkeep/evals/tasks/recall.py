@@ -290,12 +290,15 @@ class Recall(Task):
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup = PLAIN
     ) -> Iterator[Replies]:
+        """Yield the replies to a case's questions under a policy, batch by batch."""
+
         def drive(at: Sequence[int], first: int) -> Drive:
             return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
 
         ask = qa_task.later if self.options.ask == "later" else qa_task.inside
         questions, turns = self.questions[case], self.options.turns
         if turns is not None:
+            # turns count from 1: the fact's own turn, and `AFTER` later ones
             due = [min(turns, int(asked.question.depth * turns) + 1 + AFTER) for asked in questions]
             ask = partial(qa_task.in_turns, turns=turns, due=due)
         return ask(writer, questions, drive, NEW_TOKENS[self.wording])
@@ -321,6 +324,9 @@ def _early(options: Options, turns: int) -> Options:
 
 
 def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, Any]:
+    """Return the record of a cell: accuracy, counts by tenth of the text and by kind of fact, and the chance of a
+    guess.
+    """
     by_depth = [[0, 0] for _ in range(task.TENTHS)]
     by_kind: dict[str, list[int]] = {}
     for asked, ok in zip(questions, rights, strict=True):

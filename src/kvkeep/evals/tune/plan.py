@@ -210,6 +210,7 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: tor
 
 
 def _case(name: str) -> Case:
+    """Return the name of a case after a check that it is one."""
     if name not in CASES:
         raise InputError(f"case={name!r} is no case; use {', '.join(CASES[:-1])} or {CASES[-1]}.")
     return next(case for case in CASES if case == name)
@@ -246,6 +247,7 @@ def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
 
 
 def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measure:
+    """Return what measures a candidate: answers to questions, or losses of text that goes on."""
     if wanted.questions:
         return Answers(own(checkpoint, wanted.questions, wanted.seed), later=case == "later")
     context = wanted.tokens
@@ -255,6 +257,7 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measu
         check_positions(checkpoint, context, "the search", "context")
         options = Options(seed=wanted.seed, text=wanted.text)
         rows = task.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * LIMITS.windows, length=context)
+        # windows in the order of the text would let its beginning choose and its end confirm
         return Losses(rows[random.Random(wanted.seed).sample(range(len(rows)), len(rows))])
     documents = planted(checkpoint, wanted.text, context=context, facts=wanted.planted, seed=wanted.seed)
     return Answers(documents, later=case == "later")
@@ -315,6 +318,7 @@ def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
     """
     given = wanted.budgets or (QUICK.shares if wanted.quick else SHARES)
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
+    # two pieces must lie beyond the budget: earlier ones cannot differ
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
     found = sorted(number for number in numbers if number <= most)
     if not found:
@@ -323,6 +327,7 @@ def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
 
 
 def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
+    """Return a layer budget as JSON can hold it."""
     return list(rule) if isinstance(rule, tuple) else rule
 
 
@@ -342,4 +347,5 @@ def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, A
 
 
 def _hash(text: str) -> str:
+    """Return a short hash of a text."""
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

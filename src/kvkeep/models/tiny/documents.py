@@ -149,6 +149,7 @@ def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
 
     After all such facts, they come again in a new order. Nothing is yielded if there are none.
     """
+    # a drawn owner could own what a given fact gives to another
     kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
     names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
     things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
