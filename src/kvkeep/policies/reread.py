@@ -71,5 +71,5 @@ class Reread(Policy):
         if self.spreads is None:
             return state["again"]
         held = (view.positions >= 0).float()
-        lengths = (view.values.float().norm(dim=-1) * held).sum(dim=-1, keepdim=True)
-        return state["again"] * lengths / held.sum(dim=-1, keepdim=True).clamp(min=1)
+        lengths: Tensor = (view.values.float().norm(dim=-1) * held).sum(dim=-1, keepdim=True)
+        return state["again"] * (lengths / held.sum(dim=-1, keepdim=True).clamp(min=1))
