@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -18,8 +18,10 @@ from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
-from kvkeep.policies._head_budgets import PROFILE, beside, check_joint, under
+from kvkeep.policies import CONVERSATION, LATER
+from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
 from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse
 
 DEFAULT_BUDGET = 1024
 """Tokens kept per layer and head where nobody says how many."""
@@ -118,18 +120,24 @@ class Layout:
         elif policy.unrotates or policy.needs_rotary:
             rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
         policy, heads = under(policy, head_budget), Heads.of(config)
-        asked = layer_budget not in (None, policy.defaults.layer_budget)
+        # the heads of all layers can share what layers with sliding windows leave
+        beside_windows = str(how).startswith("sliding")
+        asked = layer_budget not in (None, policy.defaults.layer_budget) and not beside_windows
         profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
         policy = beside(policy, profile, list(windows))
+        why = joint_refusal(
+            windows=bool(windows) and all(windows.values()),
+            chunk=bool(prefill_chunk),
+            layer_budget=asked,
+            split=heads != ALONE,
+        )
+        if why and policy.shares_layers:
+            if head_budget is not None:
+                raise UnsupportedOperationError(f"`head_budget=global` does not go together with {why}.")
+            policy = under(policy, "uniform")  # nobody asked for it: it is the policy's own rule
         if policy.shares_layers:
-            check_joint(
-                windows=bool(windows) and all(windows.values()),
-                chunk=bool(prefill_chunk),
-                layer_budget=asked,
-                split=heads != ALONE,
-            )
             # scores divide the budget of all layers at once, so a rule for layers would have no effect
-            how = "uniform"
+            how = how if beside_windows else "uniform"
         return cls(policy, windows, how, mode, rotations, head_budget, profile, kv_bits, heads)
 
     @property
@@ -171,8 +179,8 @@ class Layout:
             return [[tuple(row[layer]) for row in heads] for layer in range(layers)]
         if self.layer_budget == "uniform":
             return [numbers] * layers
-        least = self.policy.least
-        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, least=least) for n in numbers), strict=True))
+        rule: dict[str, Any] = {"least": self.policy.least, "windows": list(self.windows.values())}
+        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, **rule) for n in numbers), strict=True))
 
     def slots(self, budget: int) -> list[Number]:
         """Return the budget of each layer for one row: its part of ``budget``, at most its sliding window.
@@ -287,6 +295,18 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
             f"{type(config).__name__} has {', '.join(strange)}, whose cache kvkeep cannot bound: {why}. Run this model "
             "without kvkeep."
         )
+
+
+def policy_for_later(config: PreTrainedConfig) -> Policy:
+    """Return the policy of texts that are asked about later: `LATER`, or `CONVERSATION` on a model that it does not
+    run on, such as one without rotary positions.
+    """
+    policy = parse(LATER)
+    try:
+        Layout.of(config, policy)
+    except (UnsupportedModelError, UnsupportedOperationError):
+        return parse(CONVERSATION)
+    return policy
 
 
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:

@@ -222,10 +222,12 @@ class EvalOptions(ModelOptions):
     facts: int = option("Facts in a recall prompt; one is asked for.", default=16, metavar="N", group=TASKS, rare=True)
     documents: str = option(
         "The recall texts: prose, or harder ones in which facts stand out less: facts, list, dialogue, script, table, "
-        "code, hops.",
+        "code, hops. text-dev and text-test, for pretrained models: facts between the sentences of --text.",
         default="prose",
         metavar="LOOK",
-        complete=shell_completion.words("prose", "facts", "list", "dialogue", "script", "table", "code", "hops"),
+        complete=shell_completion.words(
+            *("prose", "facts", "list", "dialogue", "script", "table", "code", "hops", "text-dev", "text-test")
+        ),
         group=TASKS,
         rare=True,
     )

@@ -308,7 +308,7 @@ def prepare(request: EvalOptions) -> Grid:
     Raises:
         KVKeepError: the request or the model cannot be used.
     """
-    policies, kv_bits = zip(*split_arms(request.policies), strict=True)
+    arms = split_arms(request.policies)
     kinds = tasks.find(request.tasks)
     budgets = [RequestedBudget(ratio=b) if isinstance(b, float) else RequestedBudget(tokens=b) for b in request.budgets]
     setup = Setup(
@@ -325,7 +325,7 @@ def prepare(request: EvalOptions) -> Grid:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle, weights=not request.dry_run)
-    wanted = GridArguments(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
+    wanted = GridArguments(arms=arms, budgets=budgets, setup=setup)
     grid = lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
     return grid if request.shard is None else grid.shard(*request.shard)
 

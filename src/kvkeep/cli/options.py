@@ -398,7 +398,8 @@ def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[
         return text
     if name != "calibrated":
         raise InputError(
-            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
+            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5, sliding:0.25 or "
+            "calibrated:FILE."
         )
     refuse_device(file, "file of ratios")
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.errors import InputError, closest
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.tiny.documents import STYLES
+from kvkeep.models.tiny.documents import STYLES, Style
 from kvkeep.models.tiny.recall import HELD_OUT, draw_facts, most_facts, own_filler
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
@@ -82,17 +82,28 @@ class Options:
                 raise InputError(f"{name}={value} leaves nothing to measure; give 1 or more.")
         if self.window is not None and self.window < SHORTEST_WINDOW:
             raise InputError(f"window={self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
-        if self.facts > (most := most_facts(HELD_OUT)):
-            raise InputError(f"facts={self.facts} is more than there are names and things for; give {most} or fewer.")
         if outside := [depth for depth in self.depths if not 0 <= depth <= 1]:
             raise InputError(f"depths={outside[0]:g} is outside the text; give shares from 0 (start) to 1 (end).")
         if self.documents not in STYLES:
             raise InputError(f"documents={self.documents!r} is no look of texts; use one of {', '.join(STYLES)}.")
+        _check_look(STYLES[self.documents], self.documents, self.facts, self.text)
         if self.ask not in ASK:
             raise InputError(f"ask={self.ask!r} is no way to ask; use {', '.join(ASK[:-1])} or {ASK[-1]}.")
         for name, number, most in (("shots", self.shots, MOST_SHOTS), ("seed", self.seed, 2**31 - 1)):
             if not 0 <= number <= most:
                 raise InputError(f"{name}={number} is outside 0 … {most}.")
+
+
+def _check_look(look: Style, name: str, facts: int, text: str | None) -> None:
+    """Refuse a look of recall texts that lacks a text, or has more facts than it can state.
+
+    Raises:
+        InputError: the text is missing, or there are too many facts.
+    """
+    if look.own_text and not (text or "").strip():
+        raise InputError(f"documents={name!r} puts facts between the sentences of a text; give one with `text`.")
+    if facts > (most := most_facts(look.lexicon)):
+        raise InputError(f"facts={facts} is more than there are names and things for; give {most} or fewer.")
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,14 @@ def parsed(rule: str) -> tuple[str, float]:
     return name, share
 
 
-def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> None:
-    """Refuse the rule ``global`` together with settings under which layers cannot share a budget.
+def joint_refusal(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> str | None:
+    """Return why the heads of all layers cannot share one budget; ``None`` if they can.
 
     Args:
         windows: all layers have sliding windows.
         chunk: a layer takes its prompt in chunks, before the next layer begins.
         layer_budget: the budget is spread over the layers by another rule.
         split: the model is split over processes.
-
-    Raises:
-        UnsupportedOperationError: one of the four arguments is true.
     """
     reasons = {
         "a model all of whose layers have sliding windows: these keep budgets of their own, so there is nothing to "
@@ -111,8 +108,7 @@ def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) 
         "`layer_budget`, since it divides the budget among the layers, too. Leave `layer_budget` out": layer_budget,
         "a model that is split over processes. Run it in one, or use `head_budget=ada`": split,
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UnsupportedOperationError(f"`head_budget=global` does not go together with {reason}.")
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def refusal(policy: Policy) -> str | None:
