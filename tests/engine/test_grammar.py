@@ -267,6 +267,7 @@ GRAMMARS = {
     "unused": ('start: "x"\nother: "y" other', "x"),
     "settings and comments": ('// a: a\n%ignore / /\nstart: n "."\nn[lazy]: /[^:.]{3}/  # n', r"[^:.]{3}\."),
     "a schema": ('start: "x" %json {"enum": [1]} | "y" start -> again', "y*x1"),
+    "a label": ('start: "y" start -> again|"x"', "y*x"),
 }
 
 

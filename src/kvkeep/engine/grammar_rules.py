@@ -45,7 +45,7 @@ _TOKEN = re.compile(
     |(?P<text>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[imslux]*|<[^<>\s]+>|@[\w-]+)
     |(?P<json>%(?:json|regex|llguidance)\b\s*)
     |(?P<statement>%[a-z]+)
-    |(?P<label>->[ \t]*\S+)
+    |(?P<label>->[ \t]*[\w!?-]+)
     |(?P<name>!?[?_]?[A-Za-z][\w-]*)
     |(?P<times>[+*?]|~[ \t]*\d+(?:[ \t]*\.\.[ \t]*\d+)?|\{[ \t]*\d*[ \t]*(?:,[ \t]*\d*[ \t]*)?\})
     |(?P<mark>::|[()\[\]|:.,={}~&]|-?\d[\d.e+-]*)
