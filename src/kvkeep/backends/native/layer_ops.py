@@ -29,15 +29,16 @@ from kvkeep.backends.native.build import native
 from kvkeep.backends.native.ops import NativeRepeat
 from kvkeep.backends.quantized_tensor import QuantizedTensor, implements
 
-MOST_ROWS = 16
-"""The largest number of rows of a product, where torch's products are as fast as the processor."""
+MOST_ROWS, MOST_ROWS_OF_HALVES_BESIDE_TILES = 32, 16
+"""The largest number of rows of a product, where torch's products are as fast as the processor; and the same in half
+precision, where the processor has tiles of it (AMX)."""
 
 MOST_ROWS_OF_SLOW = 128
 """The same for dtypes in which they are not."""
 
-MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES = 128, 32
-"""The same for quantized weights, where the processor multiplies bytes (VNNI). To unpack weights takes as long as a
-product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
+MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES, MOST_ROWS_WITHOUT_BYTES = 128, 32, 16
+"""The same for quantized weights, where the processor multiplies bytes (VNNI), and where it does not. To unpack weights
+takes as long as a product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
 
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
@@ -66,11 +67,21 @@ def slow(dtype: torch.dtype) -> bool:
 @functools.cache
 def most_rows_of_quantized() -> int:
     """Return the largest number of rows of a product with quantized weights on this processor."""
-    asked = (getattr(torch.cpu, name, None) for name in ("_is_vnni_supported", "_is_amx_tile_supported"))
-    has_bytes, has_tiles = (bool(supported and supported()) for supported in asked)
-    if not has_bytes:
-        return MOST_ROWS
-    return MOST_ROWS_BESIDE_TILES if has_tiles else MOST_ROWS_OF_BYTES
+    if not _has("_is_vnni_supported"):
+        return MOST_ROWS_WITHOUT_BYTES
+    return MOST_ROWS_BESIDE_TILES if _has("_is_amx_tile_supported") else MOST_ROWS_OF_BYTES
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Return whether this processor multiplies tiles of halves (AMX)."""
+    return _has("_is_amx_tile_supported")
+
+
+def _has(name: str) -> bool:
+    """Return what torch's function of this name says of the processor; ``False`` if this torch does not have it."""
+    supported = getattr(torch.cpu, name, None)
+    return bool(supported and supported())
 
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
@@ -185,7 +196,9 @@ def most_rows(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear] = ()) -> 
     """Return the largest number of rows of products in this dtype with all of these layers."""
     if layers and all(isinstance(layer.weight, QuantizedTensor) for layer in layers):
         return most_rows_of_quantized()
-    return MOST_ROWS_OF_SLOW if slow(dtype) else MOST_ROWS
+    if slow(dtype):
+        return MOST_ROWS_OF_SLOW
+    return MOST_ROWS_OF_HALVES_BESIDE_TILES if dtype.itemsize < 4 and has_tiles() else MOST_ROWS
 
 
 def _head(x: Tensor, rows: int, last: int) -> bytes:
