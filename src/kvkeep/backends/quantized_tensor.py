@@ -167,6 +167,12 @@ class QuantizedTensor(Tensor):
         found: Tensor = values if indices is None else values[indices.flatten()]
         return found
 
+    def rows(self, first: int, last: int) -> QuantizedTensor:
+        """Return a view of rows ``first`` to ``last``, the last one excluded; ``first`` is a multiple of `LANES`."""
+        assert first % LANES == 0, first
+        part = self.packed[first // LANES : -(-last // LANES)]
+        return QuantizedTensor(part, (last - first, self.shape[1]), self.bits, self.group, self.dtype)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch gives it the contents as text
         """Return shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, bits={self.bits}, group={self.group}, dtype={self.dtype})"

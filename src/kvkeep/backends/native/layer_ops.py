@@ -17,6 +17,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -27,7 +28,7 @@ from torch.nn.functional import embedding, linear
 from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.ops import NativeRepeat
-from kvkeep.backends.quantized_tensor import QuantizedTensor, implements
+from kvkeep.backends.quantized_tensor import LANES, QuantizedTensor, implements
 
 MOST_ROWS, MOST_ROWS_OF_HALVES_BESIDE_TILES = 32, 16
 """The largest number of rows of a product, where torch's products are as fast as the processor; and the same in half
@@ -113,6 +114,36 @@ class Linear(NamedTuple):
         """Return the number of outputs."""
         return len(self.weight)
 
+    @property
+    def in_features(self) -> int:
+        """Return the number of inputs."""
+        return self.weight.shape[1]
+
+
+def split(layer: nn.Linear, sizes: Sequence[int]) -> list[Linear] | None:
+    """Return a linear layer as several with so many outputs each, whose weights are views of its own.
+
+    Return ``None`` if the numbers of outputs are not those of the layer, or a part of quantized weights would begin
+    within a block.
+    """
+    weight, bias, ends = layer.weight, layer.bias, [*accumulate(sizes)]
+    starts = [0, *ends[:-1]]
+    if min(sizes) <= 0 or ends[-1] != layer.out_features:
+        return None
+    if isinstance(weight, QuantizedTensor) and any(start % LANES for start in starts):
+        return None
+    return [
+        Linear(_rows(weight, start, end), None if bias is None else _rows(bias, start, end))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _rows(weight: Tensor, start: int, end: int) -> Tensor:
+    """Return a view of rows of a weight, as what the weight is: see `is_readable`."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.rows(start, end)
+    return nn.Parameter(weight.detach()[start:end], requires_grad=False)
+
 
 @implements(linear)
 def quantized_linear(
@@ -160,7 +191,11 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) ->
 
 
 def gated(
-    x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: int = SILU
+    x: Float[Tensor, "*n in"],
+    gate: nn.Linear | Linear,
+    up: nn.Linear | Linear,
+    down: nn.Linear | Linear,
+    activation: int = SILU,
 ) -> Float[Tensor, "*n out"] | None:
     """Compute ``down(activation(gate(x)) * up(x))`` for a few rows; ``None`` if the kernel cannot do it."""
     library, width, inner = library_for(x), x.shape[-1], gate.out_features
@@ -284,7 +319,12 @@ class Before:
     """
 
     def __init__(
-        self, norm: Norm, layers: Sequence[nn.Linear], each: Sequence[Norm | None], dim: int, rotary_dim: int
+        self,
+        norm: Norm,
+        layers: Sequence[nn.Linear | Linear],
+        each: Sequence[Norm | None],
+        dim: int,
+        rotary_dim: int,
     ) -> None:
         like, width = norm.weight, len(norm.weight)
         outputs = [layer.out_features for layer in layers]
@@ -381,9 +421,9 @@ class Behind:
         self,
         output: nn.Linear,
         norm: Norm,
-        gate: nn.Linear,
-        up: nn.Linear,
-        down: nn.Linear,
+        gate: nn.Linear | Linear,
+        up: nn.Linear | Linear,
+        down: nn.Linear | Linear,
         *,
         added: Sequence[Norm | None] = (None, None),
         activation: int = SILU,
