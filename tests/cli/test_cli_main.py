@@ -203,6 +203,17 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_a_policy_of_this_package_is_shown_without_torch():
+    program = """
+import sys
+from typer.testing import CliRunner
+from kvkeep.cli.main import app
+assert "NACL" in CliRunner().invoke(app, ["policies", "show", "nacl"]).output
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_help_of_every_command_needs_no_torch():
     script = """
 import sys

@@ -51,7 +51,7 @@ MODELS = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16}, 2 * (7 + 4 + 1 + 1) + 3),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6 + 1 + 1) + 3),
     "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1 + 1) + 3),
-    "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2) + 2),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2 + 1 + 1) + 3),
 }
 
 

@@ -104,8 +104,8 @@ class Pair:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("rows", [1, 3, 32])
 def test_the_same_bits(name, dtype, rows, calls):
     pair = Pair(attached(name, dtype), rows=rows)
     pair.feed(12)
