@@ -41,6 +41,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    annotations.begin_test()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Name a failed test at once: the summary never comes if a long run is ended from outside."""

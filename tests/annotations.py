@@ -1,8 +1,8 @@
 """Checks of shapes and types, one for each combination of shapes, dtypes and types that a function meets.
 
 jaxtyping and beartype look at nothing else, so a combination that has passed once passes again. Checking it anew in
-each call takes several times as long as the call. Annotations without shapes are beartype's alone, which is fast enough
-to look at each call.
+each call takes several times as long as the call. Annotations without shapes are beartype's alone. It looks at the
+first calls of a function in each test: some are called a hundred times for each token, always with the same types.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import threading
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -21,6 +22,10 @@ import torch
 from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
 _in_full = jaxtyping.jaxtyped
+FIRST_CALLS = 50
+"""Calls of a function in each test whose types are looked at, if its annotations name no shape."""
+_counted: list[list[float]] = []
+"""The counts of functions that were called in the test that runs: how many of their next calls are looked at."""
 _plain: set[type] = set()
 """Types of which annotations ask nothing more."""
 _known: dict[CodeType, tuple[bool, bool, dict[Hashable, set[Hashable]]]] = {}
@@ -35,6 +40,13 @@ def install(package: str) -> None:
     """Have the functions of a package checked; it must not have been imported before."""
     jaxtyping.jaxtyped = _jaxtyped  # the import hook writes this name above each function and class
     jaxtyping.install_import_hook(package, "beartype.beartype")
+
+
+def begin_test() -> None:
+    """Have the first calls of each function looked at again. What a test finds does not depend on those before it."""
+    for left in _counted:
+        left[0] = FIRST_CALLS
+    _counted.clear()
 
 
 def kind(value: object) -> Hashable:
@@ -94,13 +106,16 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
     made: list[Callable[..., Any]] = []
+    left = [math.inf]
     compiling = torch.compiler.is_compiling
     in_full = _made_later(lambda: _in_full(function, typechecker=typechecker))
 
     def choose() -> Callable[..., Any]:
         inner = "<locals>" in function.__qualname__  # made anew in each call of another function
         by_types = None if inner else _by_types_alone(function, typechecker)
-        made.append(_remembered(function, typechecker, in_full) if by_types is None else by_types)
+        if by_types is not None:
+            left[0] = FIRST_CALLS
+        made.append(by_types or _remembered(function, typechecker, in_full))
         return made[0]
 
     @functools.wraps(function)
@@ -110,8 +125,14 @@ def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if compiling():
             return in_full(*args, **kwargs)
+        check = made[0] if made else choose()
+        if not left[0]:
+            return function(*args, **kwargs)
+        if left[0] == FIRST_CALLS:
+            _counted.append(left)
+        left[0] -= 1
         try:
-            return (made[0] if made else choose())(*args, **kwargs)
+            return check(*args, **kwargs)
         except BeartypeCallHintViolation as error:
             raise jaxtyping.TypeCheckError(str(error)) from error
 

@@ -8,7 +8,7 @@ import beartype
 import jaxtyping
 import pytest
 import torch
-from annotations import kind
+from annotations import FIRST_CALLS, begin_test, kind
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
@@ -108,6 +108,30 @@ def test_a_result_is_checked_without_another_call():
     for _ in range(6):
         count(torch.zeros(3))
     assert len(calls) == 6
+
+
+@checked
+def doubled(value: int) -> int:
+    return 2 * value
+
+
+@checked
+def length(values: Float[Tensor, "S"]) -> int:
+    return len(values)
+
+
+def test_types_are_looked_at_in_the_first_calls_of_each_test_and_shapes_in_all():
+    for _ in range(2):
+        for _ in range(FIRST_CALLS - 1):
+            doubled(1)
+        with pytest.raises(TypeCheckError):
+            doubled("a")
+        assert doubled("a") == "aa"
+        begin_test()
+    for _ in range(2 * FIRST_CALLS):
+        length(torch.zeros(2))
+    with pytest.raises(TypeCheckError):
+        length("a")
 
 
 def test_values_of_one_kind():
