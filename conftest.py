@@ -11,6 +11,7 @@ import jaxtyping
 import pytest
 import sweeps
 import torch
+import trials
 import typer.main
 import typer.testing
 
@@ -42,8 +43,9 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
+def pytest_runtest_setup(item):
     annotations.begin_test()
+    trials.begin_test(item.nodeid)
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,6 +66,13 @@ class AtOnce:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self._reporter.write(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)\n")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered_trials():
+    with pytest.MonkeyPatch.context() as patch:
+        trials.remember(patch)
+        yield
 
 
 @pytest.fixture

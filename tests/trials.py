@@ -1,0 +1,58 @@
+"""Trials of models that commands repeat for the same model: in their tests each outcome is found once for a run.
+
+A command tries out its model, without weights and then with the kernel. Tests run hundreds of commands with the
+embedded model and a few others, and two thirds of what a short command takes is such preparation. What a trial finds
+depends on the model's classes and configuration alone. Tests of the trials themselves stand in other folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+
+COMMANDS = {"batch", "bench", "cli", "docs", "evals", "first_contact", "openai", "scale", "server"}
+"""Folders of tests that run commands."""
+
+
+class Remembered:
+    """A trial whose outcome is remembered for models that are alike, while a test of commands runs.
+
+    Args:
+        trial: function that tries a model, and returns what it finds.
+    """
+
+    on = False
+
+    def __init__(self, trial: Callable[[Any], Any]) -> None:
+        self._trial = trial
+        self._found: dict[Hashable, Any] = {}
+
+    def __call__(self, model: Any) -> Any:
+        """Return what the trial finds, or has found. What is refused is tried again."""
+        if not Remembered.on:
+            return self._trial(model)
+        key = _key(model)
+        if key not in self._found:
+            self._found[key] = self._trial(model)
+        return self._found[key]
+
+
+def _key(model: Any) -> Hashable:
+    parts = tuple((name, type(part), type(part).forward) for name, part in model.named_modules())
+    weights = tuple((name, weight.shape, weight.dtype, weight.device) for name, weight in model.named_parameters())
+    return parts, weights, model.config.to_json_string(use_diff=False)
+
+
+def remember(patch: pytest.MonkeyPatch) -> None:
+    """Have trials remembered from now on."""
+    from kvkeep.models import fused_decoder, load
+
+    patch.setattr(load, "try_out", Remembered(load.try_out))
+    patch.setattr(fused_decoder, "_agrees", Remembered(fused_decoder._agrees))
+
+
+def begin_test(name: str) -> None:
+    """Say which test begins, by its name with its folders."""
+    Remembered.on = not COMMANDS.isdisjoint(name.split("/"))
