@@ -7,6 +7,7 @@ import signal
 
 import annotations
 import comparable_model
+import hypothesis
 import jaxtyping
 import pytest
 import sweeps
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; tests of Ctrl-C would wait forever
     signal.signal(signal.SIGINT, signal.default_int_handler)
 typer.testing._get_command = functools.cache(typer.main.get_command)  # it would be made anew for each command of a test
+hypothesis.settings.register_profile("same", derandomize=True, database=None)  # the same examples in every run
+hypothesis.settings.load_profile("same")
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 
 
