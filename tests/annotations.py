@@ -1,8 +1,10 @@
 """Checks of shapes and types, one for each combination of shapes, dtypes and types that a function meets.
 
 jaxtyping and beartype look at nothing else, so a combination that has passed once passes again. Checking it anew in
-each call takes several times as long as the call. Annotations without shapes are beartype's alone. It looks at the
-first calls of a function in each test: some are called a hundred times for each token, always with the same types.
+each call takes several times as long as the call. Annotations without shapes are beartype's alone.
+
+Some functions are called a hundred times for each token, always with the same kinds of arguments. So the first calls of
+a function in each test are looked at, and some of the others.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import threading
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -23,9 +24,11 @@ from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
 _in_full = jaxtyping.jaxtyped
 FIRST_CALLS = 50
-"""Calls of a function in each test whose types are looked at, if its annotations name no shape."""
-_counted: list[list[float]] = []
-"""The counts of functions that were called in the test that runs: how many of their next calls are looked at."""
+"""Calls of a function in each test that are all looked at."""
+NTH = 11
+"""Of further calls each such one is looked at; a prime, so that models with any number of layers have each in turn."""
+_counts: list[list[int]] = []
+"""The counts of functions that were called in the test that runs."""
 _plain: set[type] = set()
 """Types of which annotations ask nothing more."""
 _known: dict[CodeType, tuple[bool, bool, dict[Hashable, set[Hashable]]]] = {}
@@ -44,9 +47,9 @@ def install(package: str) -> None:
 
 def begin_test() -> None:
     """Have the first calls of each function looked at again. What a test finds does not depend on those before it."""
-    for left in _counted:
-        left[0] = FIRST_CALLS
-    _counted.clear()
+    for calls in _counts:
+        calls[0] = 0
+    _counts.clear()
 
 
 def kind(value: object) -> Hashable:
@@ -106,15 +109,13 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
     made: list[Callable[..., Any]] = []
-    left = [math.inf]
+    calls = [0]
     compiling = torch.compiler.is_compiling
     in_full = _made_later(lambda: _in_full(function, typechecker=typechecker))
 
     def choose() -> Callable[..., Any]:
         inner = "<locals>" in function.__qualname__  # made anew in each call of another function
         by_types = None if inner else _by_types_alone(function, typechecker)
-        if by_types is not None:
-            left[0] = FIRST_CALLS
         made.append(by_types or _remembered(function, typechecker, in_full))
         return made[0]
 
@@ -125,14 +126,13 @@ def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if compiling():
             return in_full(*args, **kwargs)
-        check = made[0] if made else choose()
-        if not left[0]:
+        number = calls[0] = calls[0] + 1
+        if number > FIRST_CALLS and number % NTH:
             return function(*args, **kwargs)
-        if left[0] == FIRST_CALLS:
-            _counted.append(left)
-        left[0] -= 1
+        if number == 1:
+            _counts.append(calls)
         try:
-            return check(*args, **kwargs)
+            return (made[0] if made else choose())(*args, **kwargs)
         except BeartypeCallHintViolation as error:
             raise jaxtyping.TypeCheckError(str(error)) from error
 

@@ -8,7 +8,7 @@ import beartype
 import jaxtyping
 import pytest
 import torch
-from annotations import FIRST_CALLS, begin_test, kind
+from annotations import FIRST_CALLS, NTH, begin_test, kind
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
@@ -116,22 +116,25 @@ def doubled(value: int) -> int:
 
 
 @checked
-def length(values: Float[Tensor, "S"]) -> int:
-    return len(values)
+def total(values: Float[Tensor, "S"]) -> float:
+    return float(sum(values))
 
 
-def test_types_are_looked_at_in_the_first_calls_of_each_test_and_shapes_in_all():
+@pytest.mark.parametrize(("function", "right", "wrong"), [(doubled, 1, "a"), (total, torch.zeros(2), [1.0])])
+def test_the_first_calls_of_each_test_are_looked_at_and_some_of_the_others(function, right, wrong):
     for _ in range(2):
-        for _ in range(FIRST_CALLS - 1):
-            doubled(1)
-        with pytest.raises(TypeCheckError):
-            doubled("a")
-        assert doubled("a") == "aa"
         begin_test()
-    for _ in range(2 * FIRST_CALLS):
-        length(torch.zeros(2))
-    with pytest.raises(TypeCheckError):
-        length("a")
+        for _ in range(FIRST_CALLS - 1):
+            function(right)
+        with pytest.raises(TypeCheckError):
+            function(wrong)
+        found = []
+        for _ in range(4 * NTH):
+            try:
+                found.append(function(wrong))
+            except TypeCheckError:
+                found.append(None)
+        assert found.count(None) == 4
 
 
 def test_values_of_one_kind():
