@@ -108,16 +108,19 @@ def room(path):
     return inside(path).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(path):
     """Every imported module name, wherever in the file the import stands."""
-    for node in ast.walk(trees()[path]):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
+            found.append(node.module)
             if node.module == "kvkeep":
-                yield from (f"kvkeep.{alias.name}" for alias in node.names)
+                found += [f"kvkeep.{alias.name}" for alias in node.names]
+    return found
 
 
 OWN, OF_LAB = sorted(SRC.rglob("*.py")), sorted(LAB.rglob("*.py"))
@@ -149,6 +152,12 @@ def graph_of(package):
 def trees():
     """Each file of both packages, and its syntax tree."""
     return {one.path: one.tree for package in (SRC, LAB) for one in modules_of(package)}
+
+
+@functools.cache
+def nodes(path):
+    """All nodes of a file's syntax tree."""
+    return [*ast.walk(trees()[path])]
 
 
 def test_every_room_has_a_floor():
@@ -195,7 +204,7 @@ def test_errors_of_the_library_name_arguments_and_not_flags():
         for path in FILES
         if room(path) not in {"cli", "analysis"}  # analyses print commands to type
         if path.name != "build.py"  # compilers have flags, too
-        for node in ast.walk(trees()[path])
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "``" not in node.value
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value)
     ]
@@ -242,7 +251,7 @@ def test_nobody_subclasses_a_layer():
     wrong = [
         f"{inside(path)}: {node.name}"
         for path in FILES
-        for node in ast.walk(trees()[path])
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         if "Layer" in {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     ]
@@ -315,7 +324,7 @@ def test_a_base_class_has_more_than_one_subclass():
     """Inheritance is for kinds of one thing; parts of one thing are composed. The lab's subclasses count as well."""
     homes, users = {}, defaultdict(set)
     for path in FILES:
-        for node in ast.walk(trees()[path]):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 if path in OWN:
                     homes[node.name] = room(path)
@@ -334,7 +343,7 @@ def test_only_one_file_names_the_argument_that_takes_a_cache():
     wrong = [
         f"{inside(path)}:{node.value.lineno}"
         for path in FILES
-        for node in ast.walk(trees()[path])
+        for node in nodes(path)
         if isinstance(node, ast.keyword) and node.arg == "past_key_values"
     ]
     assert wrong == []  # `kvkeep.cache.hf_layers.handed` knows its name in this version of transformers
