@@ -71,13 +71,6 @@ class AtOnce:
             self._reporter.write(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)\n")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def remembered_trials():
-    with pytest.MonkeyPatch.context() as patch:
-        trials.remember(patch)
-        yield
-
-
 @pytest.fixture
 def no_checked_annotations():
     """As for users: elsewhere in the tests an annotation catches a wrong type before the function does."""

@@ -1,16 +1,15 @@
 """Trials of models that commands repeat for the same model: in their tests each outcome is found once for a run.
 
 A command tries out its model, without weights and then with the kernel. Tests run hundreds of commands with the
-embedded model and a few others, and two thirds of what a short command takes is such preparation. What a trial finds
+embedded model and a few others, and a third of what a short command takes are these trials. What a trial finds
 depends on the model's classes and configuration alone. Tests of the trials themselves stand in other folders.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
-
-import pytest
 
 COMMANDS = {"batch", "bench", "cli", "docs", "evals", "first_contact", "openai", "scale", "server"}
 """Folders of tests that run commands."""
@@ -45,14 +44,21 @@ def _key(model: Any) -> Hashable:
     return parts, weights, model.config.to_json_string(use_diff=False)
 
 
-def remember(patch: pytest.MonkeyPatch) -> None:
-    """Have trials remembered from now on."""
-    from kvkeep.models import fused_decoder, load
-
-    patch.setattr(load, "try_out", Remembered(load.try_out))
-    patch.setattr(fused_decoder, "_agrees", Remembered(fused_decoder._agrees))
-
-
 def begin_test(name: str) -> None:
-    """Say which test begins, by its name with its folders."""
+    """Have trials remembered in a test of commands, and in no other one.
+
+    Args:
+        name: of the test, with its folders.
+    """
     Remembered.on = not COMMANDS.isdisjoint(name.split("/"))
+    if Remembered.on:
+        _stand_in()
+
+
+@functools.cache
+def _stand_in() -> None:
+    """Put `Remembered` in the place of the trials, for the rest of the run."""
+    from kvkeep.models import fused_decoder, load  # only here: many tests need neither
+
+    for module, name in ((load, "try_out"), (fused_decoder, "_agrees")):
+        setattr(module, name, Remembered(getattr(module, name)))
