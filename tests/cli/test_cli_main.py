@@ -322,7 +322,7 @@ def test_tokens_that_are_none(text: str):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_960, "1.00 MB"), (5 * 10**12, "5.00 TB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_500, "1.00 MB"), (5 * 10**12, "5.00 TB")],
 )
 def test_bytes(number: int, text: str):
     assert console.show_bytes(number) == text
