@@ -99,7 +99,8 @@ def ask(
     asked: list[Prompted] = []
     for number in range(math.ceil(n / each)):
         asked += _about(checkpoint, options, number, context, each)[: n - len(asked)]
-    longest = max(len(item.ids) for item in asked)
+    # the beginning of an answer is no part of the prompt's length, just as the answer is none
+    longest = max(len(item.ids) - count_tokens(checkpoint, item.question.lead) for item in asked)
     # a little more is no error: sentences are counted one by one, and together they may be other tokens
     if longest > context * 1.02 + 8:
         raise InputError(
