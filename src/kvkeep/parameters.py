@@ -293,6 +293,28 @@ GUARD = Parameter(
 PINS = Parameter(
     name="pins", kind=list, help="Spans of the prompt's positions that are never evicted.", group=MEMORY, default=()
 )
+CONVERSATIONS = Parameter(
+    name="conversations",
+    kind=str,
+    help="Chats that continue an earlier one: auto goes on from its memory while nothing was evicted from it, continue "
+    "always, fresh reads everything anew.",
+    group=MEMORY,
+    default="auto",
+    metavar="MODE",
+    words=("auto", "continue", "fresh"),
+)
+CONVERSATION_TTL = Parameter(
+    name="conversation_ttl",
+    kind=float,
+    help="Forget conversations that nobody has continued for so long.",
+    group=MEMORY,
+    default=86400.0,
+    least=0,
+    most=10**9,
+    excludes_least=True,
+    metavar="SECONDS",
+    rare=True,
+)
 PREFILL_CHUNK = Parameter(
     name="prefill_chunk",
     kind=int,

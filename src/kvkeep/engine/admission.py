@@ -298,6 +298,11 @@ class Settled(NamedTuple):
     adapter: str | None
 
 
+def made_of(snapshot: Snapshot | None) -> Fingerprint | None:
+    """Return the fingerprint of a snapshot; ``None`` without one."""
+    return None if snapshot is None else snapshot.fingerprint
+
+
 DEFAULT_ROWS = 16
 
 MOST_POLICIES = 64
@@ -372,7 +377,9 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy, budget, adapter = self.settle(request.policy, request.budget, request.snapshot, request.adapter)
+        policy, budget, adapter = self.settle(
+            request.policy, request.budget, made_of(request.snapshot), request.adapter
+        )
         request = request if adapter == request.adapter else request.replaced(adapter=adapter)
         if request.snapshot is not None:
             past = ConversationHistory.of(request.snapshot)
@@ -385,7 +392,8 @@ class Admission:
         if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
             raise InputError(why)
         if prompt is not request.prompt:
-            request = request.replaced(prompt=prompt, messages=None, tools=())
+            noted = request.noted_messages or request.messages or ()
+            request = request.replaced(prompt=prompt, messages=None, tools=(), noted_messages=noted)
         if not past and request.guard is None and self._guard is not None:
             request = request.replaced(guard=self._guard)
         levels = self._levels(policy, budget, request, past or ConversationHistory())
@@ -493,20 +501,20 @@ class Admission:
         self,
         policy: str | Policy | None,
         budget: int | None,
-        snapshot: Snapshot | None = None,
+        made: Fingerprint | None = None,
         adapter: str | None = None,
     ) -> Settled:
         """Return the policy, the budget and the adapter of a request or a session.
 
-        What is ``None`` comes from the snapshot, or else from the engine. An engine's adapter is none.
+        What is ``None`` comes from ``made``, the fingerprint of a memory that is continued, or else from the engine. An
+        engine's adapter is none.
 
         Raises:
-            KVKeepError: the budget is more than the engine's, the model has no such adapter, or the snapshot belongs to
+            KVKeepError: the budget is more than the engine's, the model has no such adapter, or the memory belongs to
                 another model, adapter, policy or setting.
         """
-        adapter = self.identity.adapter_of(adapter, None if snapshot is None else snapshot.fingerprint)
-        if snapshot is not None:
-            made = snapshot.fingerprint
+        adapter = self.identity.adapter_of(adapter, made)
+        if made is not None:
             policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
@@ -516,7 +524,7 @@ class Admission:
                 f"A budget of {number} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        if snapshot is not None:
+        if made is not None:
             made.check(self.fingerprint(found, number, adapter))
         return Settled(found, number, adapter)
 

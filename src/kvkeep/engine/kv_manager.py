@@ -173,6 +173,11 @@ class KVManager:
         if count:
             self._layers_of(self.policy)  # now, so that the first request does not wait for them
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the sliding window of each layer with slots; ``None`` for full attention."""
+        return tuple(self._windows.values())
+
     def takes(self, policy: Policy) -> bool:
         """Return whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:

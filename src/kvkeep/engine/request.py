@@ -303,6 +303,11 @@ class Request:
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
         snapshot: the memory that the prompt continues. Policy, budget and adapter are then by default the snapshot's.
         adapter: the name of an adapter that `kvkeep.load` has put into the model; by default the base model runs.
+        cache_salt: a word; only requests with the same one share beginnings of prompts and memories of conversations.
+        owner: whose conversation it is, in an engine with ``conversation_memory``. The prompt goes on from the memory
+            of an earlier one of the same owner, if it begins with its tokens; ``""``: from none.
+        keep_as: the name of the session that keeps the memory at the end, for later requests of the owner.
+        noted_messages: the messages that the prompt's token ids stand for, as that session notes them.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -333,6 +338,10 @@ class Request:
     guard: float | None = None
     snapshot: Snapshot | None = None
     adapter: str | None = None
+    cache_salt: str | None = None
+    owner: str = ""
+    keep_as: str | None = None
+    noted_messages: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -366,7 +375,10 @@ class Request:
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
-        for name, kind, what in (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter")):
+        if not isinstance(self.owner, str):
+            raise InputError(f"owner={self.owner!r:.80} is no text.")
+        kinds = (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter"))
+        for name, kind, what in (*kinds, ("cache_salt", str, "text"), ("keep_as", str, "name of a session")):
             if (given := getattr(self, name)) is not None and not isinstance(given, kind):
                 raise InputError(f"{name}={given!r:.80} is no {what}.")
 

@@ -17,11 +17,11 @@ from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.device import reason_of
 from kvkeep.pins import Spans
 from kvkeep.result_files import Lock, in_full, sync_folder
-from kvkeep.snapshot.snapshot import Pending, Snapshot, Writing, check_target, not_saved
+from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout, Writing, check_target, not_saved
 
 # The folder of an engine's idle sessions: a file for each memory, whole or not there at all.
 
@@ -255,6 +255,20 @@ class SessionStore:
             return None
         return StoredSnapshot(name, Snapshot.load(path).nbytes, path=path, current=True)
 
+    def described(self) -> Iterator[tuple[StoredSnapshot, SnapshotAbout]]:
+        """Yield each file of a named session with its description, least recently written first.
+
+        Files that cannot be read are left out.
+        """
+        found: list[tuple[StoredSnapshot, SnapshotAbout]] = []
+        for name in [] if self.folder is None else self.folder.names():
+            assert self.folder is not None
+            path = self.folder.path_of(name)
+            with suppress(SnapshotError):  # whoever opens it is told
+                about = SnapshotAbout.read(path)
+                found.append((StoredSnapshot(name, about.nbytes, path=path, current=True), about))
+        yield from sorted(found, key=lambda pair: pair[1].written)
+
     def load(self, kept: StoredSnapshot) -> Snapshot:
         """Return the snapshot of a memory, from its file if need be. The memory counts as used.
 
@@ -414,7 +428,8 @@ class Parked:
 
     def drop(self, number: int) -> None:
         """Forget a turn that is cancelled; its session does not go on from it."""
-        self.turns.pop(number, None)
+        if (turn := self.turns.pop(number, None)) is not None:
+            turn[2].cancel()
 
     def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
         """Yield the turns whose writing has ended, the oldest first, each with the event that was noted with it.
