@@ -136,6 +136,7 @@ def test_pins_that_stay_go_on_and_new_ones_follow():
         (name,) = engine.session_names
         assert engine.session(name=name).pins == ((0, 4), (26, 30))
         assert ask(engine, [*prompt, 4], pins=((1, 4), (26, 30))).cached_tokens == 0
+        assert ask(engine, [*prompt, 4], pins=(*pins, (26, 30))).cached_tokens >= 34  # they have not taken its place
 
 
 def test_a_seed_draws_the_same_tokens_with_a_memory_and_without():

@@ -215,8 +215,11 @@ class ServeOptions(ModelOptions):
         group=MEMORY,
         rare=True,
     )
+    conversations: Literal["auto", "continue", "fresh"] = option(described(parameters.CONVERSATIONS))
+    conversation_ttl: float = option(described(parameters.CONVERSATION_TTL))
     session_memory: int | None = option(
-        "Main memory for idle sessions. The rest is moved to --session-dir.",
+        "Main memory for idle sessions and conversations. The rest is moved to --session-dir; without it "
+        "conversations are forgotten. Default: 4GiB, or a quarter of the free memory if that is less.",
         read=_size,
         default=None,
         metavar="SIZE",

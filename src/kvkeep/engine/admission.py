@@ -392,7 +392,7 @@ class Admission:
         if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
             raise InputError(why)
         if prompt is not request.prompt:
-            noted = request.noted_messages or request.messages or ()
+            noted = request.noted_messages or (*(past.messages if past else ()), *(request.messages or ()))
             request = request.replaced(prompt=prompt, messages=None, tools=(), noted_messages=noted)
         if not past and request.guard is None and self._guard is not None:
             request = request.replaced(guard=self._guard)
@@ -611,6 +611,10 @@ class Admission:
                 self._layouts.clear()
             self._layouts[policy] = layout
         return self._layouts[policy]
+
+    def text_of(self, token_ids: GenericSequence[int]) -> str:
+        """Return the text of tokens without special ones and white space; empty without a tokenizer."""
+        return "".join(self._decode(token_ids, special=False).split()) if self._tokenizer else ""
 
     def _decode(self, token_ids: GenericSequence[int], *, special: bool) -> str:
         assert self._tokenizer is not None

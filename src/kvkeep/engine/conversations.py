@@ -21,7 +21,7 @@ from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session import Session, SessionHost, Sessions
-from kvkeep.engine.session_store import State, check_name
+from kvkeep.engine.session_store import State
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
 from kvkeep.pins import within
@@ -101,6 +101,7 @@ class KeptConversation:
         session: the session.
         reader: who may go on from it.
         used: seconds since 1970 at which it was used last.
+        prompt_tokens: tokens of its last prompt.
         continued: whether a later turn is kept in another session.
         writing: whether a new memory for it is on its way to the disk.
     """
@@ -108,6 +109,7 @@ class KeptConversation:
     session: Session
     reader: Reader
     used: float = field(default_factory=time.time)
+    prompt_tokens: int = 0
     continued: bool = False
     writing: bool = False
 
@@ -167,15 +169,6 @@ class Conversations:
         """Return whether memories are kept and looked for."""
         return bool(self._most_bytes) and self._mode != "fresh"
 
-    def keeps(self, name: str) -> bool:
-        """Return whether memories are kept, after a check of the name that one shall have.
-
-        Raises:
-            InputError: the name cannot be that of a session.
-        """
-        check_name(name)
-        return self.active
-
     @property
     def nbytes(self) -> int:
         """Return the bytes of all memories, in main memory or in files."""
@@ -190,7 +183,7 @@ class Conversations:
         """
         if not self.active or not sequence.request.owner or sequence.levels:
             return None
-        self._expire()
+        self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         while (best := self._longest(sequence, least)) is not None:
             entry, tokens = best
@@ -222,28 +215,51 @@ class Conversations:
         return best
 
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Keep the memory of a finished chat, if a later prompt may go on from it.
+        """Keep the memory of a finished request with ``keep_as``, if a later prompt may go on from it.
 
         Return the write that must end first; ``None`` if there is none. A memory that cannot be written is not kept:
         its conversation goes on from an earlier turn.
         """
+        if not self.active or sequence.levels:
+            return None
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
         if not usable_tokens(past, (*past.ids, *past.pending, 0), self._mode) or contents.nbytes > self._most_bytes:
             return None
-        mates = [entry for entry in self._entries.values() if entry.reader == reader]
+        mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
         if (same := next((entry for entry in mates if _covers(entry.past, past)), None)) is not None:
             self._touch(same)
             return None
-        before = [entry for entry in mates if _begins(entry.past, past)]
-        replaced = [entry for entry in before if _covers(past, entry.past) and entry.idle]
-        for entry in before:
-            entry.continued = entry not in replaced
+        replaced = self._replaced(past, mates)
         target = replaced.pop() if replaced else self._made(sequence, reader)
         if target is None:
             return None
+        target.prompt_tokens = len(sequence.prompt)
         snapshot = Snapshot(contents, self._host.admission.fingerprint(*reader.settled), past.tokens)
         return self._kept(target, replaced, past, snapshot)
+
+    def _replaced(self, past: ConversationHistory, mates: GenericSequence[KeptConversation]) -> list[KeptConversation]:
+        """Return the conversations whose next turn a memory is, and for which it serves as well.
+
+        Of the others, those that differ in their last answer at most are marked: they are the first to go.
+        """
+        found = []
+        for entry in mates:
+            shared = common_beginning(entry.past.ids, past.ids)
+            if shared < entry.prompt_tokens:
+                continue
+            serves = past.shortest is not None and past.shortest <= shared and entry.idle
+            entry.continued = not (serves and self._says(past.ids[shared:], entry.past.ids[shared:]))
+            if not entry.continued:
+                found.append(entry)
+        return found
+
+    def _says(self, ids: array[int], beginning: array[int]) -> bool:
+        """Return whether tokens begin with the text of others: an answer's text may become other tokens than it was."""
+        if not beginning:
+            return True
+        text, wanted = (self._host.admission.text_of(part[: 2 * len(beginning) + 8]) for part in (ids, beginning))
+        return bool(wanted) and text.startswith(wanted)
 
     def _kept(
         self,
@@ -316,11 +332,12 @@ class Conversations:
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
             session = self._sessions.add(self._host, kept.name, settled, state, seed=number, note=_note(reader))
-            self._entries[kept.name] = KeptConversation(session, reader, used=about.written)
-        self._expire()
+            entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
+            self._entries[kept.name] = entry
+        self.expire()
         self._trim()
 
-    def _touch(self, entry: Conversation) -> None:
+    def _touch(self, entry: KeptConversation) -> None:
         """Mark a conversation as the most recently used one, unless it was closed meanwhile."""
         name = entry.session.name
         if name is not None and not entry.session.closed:
@@ -328,7 +345,7 @@ class Conversations:
             self._entries[name] = entry
             self._entries.move_to_end(name)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         """Forget the conversations that nobody has used for too long, and those that were closed."""
         before = time.time() - self._ttl_s
         for entry in list(self._entries.values()):
@@ -345,7 +362,7 @@ class Conversations:
                 over -= entry.session.nbytes
                 self._forget(entry)
 
-    def _forget(self, entry: Conversation) -> None:
+    def _forget(self, entry: KeptConversation) -> None:
         """Forget a conversation, and delete its file. A turn that runs in its session goes on."""
         if entry.session.name is not None:
             self._entries.pop(entry.session.name, None)
@@ -356,6 +373,12 @@ class Conversations:
 def _begins(past: ConversationHistory, longer: ConversationHistory) -> bool:
     """Return whether one conversation's tokens begin with all of another one's."""
     return len(past.ids) <= len(longer.ids) and longer.ids[: len(past.ids)] == past.ids
+
+
+def _same_pins(one: ConversationHistory, other: ConversationHistory) -> bool:
+    """Return whether two memories pin the same of the tokens that both may have."""
+    tokens = min(len(one.ids), len(other.ids))
+    return within(one.pins, tokens) == within(other.pins, tokens)
 
 
 def _covers(past: ConversationHistory, beginning: ConversationHistory) -> bool:

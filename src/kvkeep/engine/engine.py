@@ -29,7 +29,7 @@ from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.engine.session import Session, SessionHost, Sessions
-from kvkeep.engine.session_store import Parked, SessionStore
+from kvkeep.engine.session_store import Parked, SessionStore, joined
 from kvkeep.engine.swapping import MOST_HOST_ROWS, Swapper, hosted_memory
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
@@ -412,7 +412,12 @@ class Engine:
     def session_names(self) -> list[str]:
         """Return the names of all sessions that are open, or on the disk in ``session_dir``."""
         with self._dispatcher.turn:
+            self._conversations.expire()
             return self._sessions.names
+
+    def has_session(self, name: str) -> bool:
+        """Return whether a session of this name is open. One that is only on the disk does not count."""
+        return self._sessions.is_open(name)
 
     def prefix(
         self,
@@ -478,8 +483,6 @@ class Engine:
         with Uninterrupted(), self._dispatcher.turn:
             self._check_open()
             sequence = self._admission.check(request, self._count)
-            if request.keep_as is not None and self._conversations.keeps(request.keep_as):
-                sequence.keep = self._conversations.keep
             if box is None or not box.left:
                 self._enter(sequence, box)
                 if not self._duplicates.joins(sequence):
@@ -687,11 +690,14 @@ class Engine:
             The write that the result must wait for; ``None`` if there is none.
         """
         pending = None
+        remember = None if sequence.request.keep_as is None else self._conversations.keep
+        keepers = [keep for keep in (sequence.keep, remember) if keep is not None]
         try:
             if sequence.row is not None:
                 self._measure(sequence, sequence.row)
-            if sequence.keep and sequence.row is not None:
-                pending = sequence.keep(sequence, self._kv.take(sequence.row))
+            if keepers and sequence.row is not None:
+                contents = self._kv.take(sequence.row)
+                pending = joined([keep(sequence, contents) for keep in keepers])
         except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))
         self._free(sequence)

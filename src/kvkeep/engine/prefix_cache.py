@@ -163,6 +163,6 @@ def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | Non
 
     ``None`` if there is none, or if log-probabilities of the prompt are asked for.
     """
-    if sequence.load:
-        return sequence.load()
+    if sequence.load and (contents := sequence.load()) is not None:
+        return contents
     return None if sequence.scored else prefixes.find(sequence)

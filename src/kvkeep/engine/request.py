@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,6 +109,28 @@ def stop_ids(found: object) -> tuple[int, ...]:
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
         raise InputError(f"stop_token_ids={found!r:.60} is no list of token ids.")
     return tuple(sorted({whole_within("stop_token_ids", token, 0, 2**31 - 1) for token in found}))
+
+
+_LONGEST_NAME = 200
+"""Bytes of a session's name; file systems take 255 with what is added."""
+
+
+def check_name(name: object) -> str:
+    """Return the name of a session, checked.
+
+    Raises:
+        InputError: the name cannot be the name of a file.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
+    if any(character in '/\\<>:"|?*' or not character.isprintable() for character in name) or name.startswith("."):
+        raise InputError(
+            f"name={name!r:.80} cannot be the name of a session's file: give letters, digits, spaces, - and _, no path "
+            "separators and no dot in front."
+        )
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise InputError(f"name={name!r:.40}… is longer than {_LONGEST_NAME} bytes; give a shorter name.")
+    return name
 
 
 def variables(given: object) -> Mapping[str, Any]:
@@ -378,7 +401,9 @@ class Request:
         if not isinstance(self.owner, str):
             raise InputError(f"owner={self.owner!r:.80} is no text.")
         kinds = (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter"))
-        for name, kind, what in (*kinds, ("cache_salt", str, "text"), ("keep_as", str, "name of a session")):
+        if self.keep_as is not None:
+            check_name(self.keep_as)
+        for name, kind, what in (*kinds, ("cache_salt", str, "text")):
             if (given := getattr(self, name)) is not None and not isinstance(given, kind):
                 raise InputError(f"{name}={given!r:.80} is no {what}.")
 

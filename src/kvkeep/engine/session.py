@@ -13,10 +13,10 @@ from typing import Any
 from kvkeep.engine.admission import Admission, Settled, made_of
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
-from kvkeep.engine.request import Asked, Event, Request, Result, last_result, turn_of
+from kvkeep.engine.request import Asked, Event, Request, Result, check_name, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
 from kvkeep.engine.sequence import Sequence
-from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot, check_name
+from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
@@ -659,6 +659,10 @@ class Sessions:
             seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
         settled = host.admission.settle(policy, budget, made_of(snapshot), adapter)
         return self._made(host, name, settled, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
+
+    def is_open(self, name: str) -> bool:
+        """Return whether a session of this name is open."""
+        return name in self._named
 
     def add(
         self, host: SessionHost, name: str, settled: Settled, state: State, *, seed: int, note: Mapping[str, Any]

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,10 +117,6 @@ def remove(path: Path) -> None:
     """Remove a file. Do nothing if it is missing or cannot be removed."""
     with suppress(OSError):  # also where it cannot be removed: nobody reads it any more
         path.unlink()
-
-
-_LONGEST = 200
-"""Bytes of a name; file systems take 255 with what is added."""
 
 
 @dataclass(eq=False)
@@ -385,22 +381,24 @@ class SessionStore:
         kept.path = path
 
 
-def check_name(name: object) -> str:
-    """Return the name of a session, checked.
+def joined(pending: Iterable[Pending | None]) -> Pending | None:
+    """Return the ends of several memories of one turn as one; ``None`` if none has to wait.
 
-    Raises:
-        InputError: the name cannot be the name of a file.
+    Their writes end in the order in which they began, so the last one is waited for.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
-    if any(character in '/\\<>:"|?*' or not character.isprintable() for character in name) or name.startswith("."):
-        raise InputError(
-            f"name={name!r:.80} cannot be the name of a session's file: give letters, digits, spaces, - and _, no path "
-            "separators and no dot in front."
-        )
-    if len(os.fsencode(name)) > _LONGEST:
-        raise InputError(f"name={name!r:.40}… is longer than {_LONGEST} bytes; give a shorter name.")
-    return name
+    found = [end for end in pending if end is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+
+    def finish() -> None:
+        for end in found:
+            end.finish()
+
+    def cancel() -> None:
+        for end in found:
+            end.cancel()
+
+    return Pending(found[-1].writing, finish, cancel)
 
 
 # Turns that have all of their tokens, while their memories are on their way to the disk.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_wor
 from kvkeep.parameters import TRUNCATE_PROMPT_TOKENS
 from kvkeep.pins import spans
 from kvkeep.server.schemas import CompletionBody, Generating, check_policy
+from kvkeep.server.session_registry import conversation_name
 from kvkeep.server.settings import ServerSettings
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -79,8 +81,17 @@ class ParsedRequest:
         return "logprobs" in self.parameters.options
 
 
-def parse_request(url: str, body: Generating, served: BodyEncoder, settings: ServerSettings) -> ParsedRequest:
+def parse_request(
+    url: str, body: Generating, served: BodyEncoder, settings: ServerSettings, owner: str = ""
+) -> ParsedRequest:
     """Return a body of a chat or a completion as requests. Tokenizing takes time, so call it in a thread.
+
+    Args:
+        url: the route.
+        body: the body.
+        served: encodes prompts.
+        settings: of the server.
+        owner: whose conversation a chat is; ``""``: nobody's.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
@@ -100,14 +111,40 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
     made: list[Request] = []
     for ids in prompts:
         wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw, "adapter": adapter}
+        wishes["cache_salt"] = digest(body.cache_salt) or None
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
         # each text of a prompt is drawn with random numbers of its own
         made += [
-            make_request(parameters, fitting, {**wishes, "sequence": index * _APART}) for index in range(parameters.n)
+            make_request(
+                parameters,
+                fitting,
+                {**wishes, **({} if raw else kept_by(owner, body.user, parameters)), "sequence": index * _APART},
+            )
+            for index in range(parameters.n)
         ]
     return ParsedRequest(parameters, tuple(made), prompts, echo=echo, scores_only=scores_only, adapter=adapter)
+
+
+def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, Any]:
+    """Return the options of a chat's request whose memory is kept, so that the next turn goes on from it.
+
+    Args:
+        owner: the owner of the key; ``""``: nothing is kept.
+        user: of those behind the key.
+        parameters: the parameters of its body.
+    """
+    if (name := conversation_name(owner)) is None:
+        return {}
+    (messages,) = parameters.prompts
+    noted = () if isinstance(messages, str) or parameters.template.get("continue_final_message") else messages
+    return {"owner": f"{owner}/{digest(user)}", "keep_as": name, "noted_messages": noted}
+
+
+def digest(word: str | None) -> str:
+    """Return a hash of a client's word, which may be long or a secret; an empty text for none."""
+    return hashlib.sha256(word.encode("utf-8", "surrogatepass")).hexdigest()[:32] if word else ""
 
 
 def parse_turn(

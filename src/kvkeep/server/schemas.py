@@ -145,7 +145,8 @@ class Generating(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    user: str | None = None
+    user: str | None = Field(None, description="Who asks. Users of one key do not share conversations.")
+    cache_salt: str | None = Field(None, description="vLLM's: only requests with the same salt share memories.")
     response_format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema.")
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: one of json, json_object, regex, choice and grammar."
@@ -172,7 +173,7 @@ class Generating(Body):
 
     def openai_fields(self) -> dict[str, Any]:
         """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
-        return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id"})
+        return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id", "cache_salt"})
 
 
 class Templated(Body):
@@ -275,6 +276,7 @@ class ResponseBody(Body):
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    cache_salt: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import check_name
 from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, TurnStates
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
@@ -245,7 +246,7 @@ class SessionRegistry:
 
     def holds(self, owner: str, name: str) -> bool:
         """Return whether a session is open on this server. A saved one does not count."""
-        return self._open.holds(owner, name)
+        return self._open.holds(owner, name) or self._engine.has_session(_full(owner, name))
 
     @_alone
     def make(self, owner: str, body: SessionBody, adapter: str | None = None) -> ServerSession:
@@ -274,7 +275,11 @@ class SessionRegistry:
         Raises:
             RefusalError: there is no such session, another server holds it, or too many are open.
         """
-        entry = self._open.find(owner, name) or self._reopened(owner, name)
+        entry = self._open.find(owner, name)
+        if entry is not None and entry.session.closed:  # a conversation that had to make room for others
+            self._open.remove(owner, name)
+            entry = None
+        entry = entry or self._reopened(owner, name)
         if until is not None:
             entry.use(until)
         return entry
@@ -512,6 +517,15 @@ class SessionRegistry:
 def _full(owner: str, name: str) -> str:
     """Return a session's name with its owner's in front, which the engine and the file use."""
     return f"{owner}--{name}"
+
+
+def conversation_name(owner: str) -> str | None:
+    """Return a new name for the session that keeps a chat of an owner; ``None`` if no session can have such a name."""
+    name = _full(owner, f"conv_{secrets.token_hex(12)}")
+    try:
+        return check_name(name) if owner else None
+    except InputError:  # an owner whose name is none of a file
+        return None
 
 
 # The sessions of a server that is about to end: others get them before it has ended.
