@@ -315,6 +315,18 @@ CONVERSATION_TTL = Parameter(
     metavar="SECONDS",
     rare=True,
 )
+SYSTEM_SHARE = 0.25
+"""The part of a budget up to which a system message is pinned unasked."""
+PIN_SYSTEM = Parameter(
+    name="pin_system",
+    kind=str,
+    help="Never evict the system message, where it takes at most a quarter of the budget: on or off.",
+    group=MEMORY,
+    default="on",
+    metavar="MODE",
+    words=("on", "off"),
+    rare=True,
+)
 PREFILL_CHUNK = Parameter(
     name="prefill_chunk",
     kind=int,

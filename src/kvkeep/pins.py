@@ -92,6 +92,11 @@ def end(pins: Spans) -> int:
     return pins[-1][1] if pins else 0
 
 
+def from_start(pins: Spans) -> Spans:
+    """Return the spans with the first one extended to the first position, where fused steps know of it."""
+    return spans(((0, pins[0][1]), *pins)) if pins else ()
+
+
 def within(pins: Spans, tokens: int) -> Spans:
     """Return the parts of the spans that lie within the first tokens."""
     return tuple((start, min(stop, tokens)) for start, stop in pins if start < tokens)

@@ -1,7 +1,8 @@
-"""A client that sends its conversation whole each time: only what is new is read, and the texts are those of `fresh`."""
+"""A client sends its conversation whole each time: only what is new is read, with the texts of a fresh reading."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 
@@ -58,7 +59,7 @@ def fresh():
 def test_each_turn_reads_what_is_new_and_gets_the_texts_of_a_fresh_reading(server, fresh, body):
     found, _ = talk(server, user=str(body), **body)
     assert texts_of(found) == texts_of(talk(fresh, **body)[0])
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         assert cached(after) >= before["usage"]["prompt_tokens"]
     assert cached(found[0]) == 0
 

@@ -23,6 +23,7 @@ from kvkeep.cli.options import (
     MAX_ROWS,
     MODEL_WORD,
     OUTPUT,
+    PIN_SYSTEM,
     POLICY,
     POSITIONS,
     PREFILL_CHUNK,
@@ -195,6 +196,7 @@ class ServeOptions(ModelOptions):
     head_budget: str | None = option(HEAD_BUDGET)
     kv_bits: str | None = option(KV_BITS)
     positions: Literal["true", "slot"] | None = option(POSITIONS)
+    pin_system: bool = option(PIN_SYSTEM)
     guard: float | None = option(
         described(parameters.GUARD),
         help="Give a request a quarter or half of its budget if its prompt then loses at most this share of attention.",

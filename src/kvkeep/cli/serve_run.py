@@ -394,6 +394,7 @@ def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> Server
         key_tokens=request.key_tokens,
         session_dir=request.session_dir,
         page=request.page,
+        pin_system=request.pin_system,
         allowed_hosts=_allowed_hosts(request, keys),
     )
 

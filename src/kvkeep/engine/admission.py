@@ -32,7 +32,7 @@ from kvkeep.models.generation_config import ends_of
 from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.pins import Spans, end, spans
+from kvkeep.pins import Spans, count, end, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
@@ -496,6 +496,21 @@ class Admission:
             BudgetError: some layer's budget is too small for pinned and protected tokens together.
         """
         self._layout(policy).check_pins(budget, pins)
+
+    def can_pin(self, pins: Spans, policy: str | Policy | None, budget: int | None, *, share: float) -> bool:
+        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them.
+
+        Raises:
+            KVKeepError: there is no such policy, or the budget is out of range.
+        """
+        settled = self.settle(policy, budget)
+        if not settled.policy.evicts or count(pins) > share * settled.budget:
+            return False
+        try:
+            self.check_pins(settled.policy, settled.budget, pins)
+        except BudgetError:
+            return False
+        return True
 
     def settle(
         self,

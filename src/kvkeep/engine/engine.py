@@ -44,8 +44,8 @@ from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.prepare import prepare
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
-from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
-from kvkeep.pins import Span
+from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS, SYSTEM_SHARE
+from kvkeep.pins import Span, Spans
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
@@ -414,6 +414,21 @@ class Engine:
         with self._dispatcher.turn:
             self._conversations.expire()
             return self._sessions.names
+
+    def can_pin(
+        self,
+        pins: Spans,
+        *,
+        policy: str | Policy | None = None,
+        budget: int | None = None,
+        share: float = SYSTEM_SHARE,
+    ) -> bool:
+        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them.
+
+        Raises:
+            KVKeepError: there is no such policy, or the budget is out of range.
+        """
+        return self._admission.can_pin(pins, policy, budget, share=share)
 
     def has_session(self, name: str) -> bool:
         """Return whether a session of this name is open. One that is only on the disk does not count."""

@@ -221,8 +221,7 @@ class GenerateRoutes:
             return await self._answer(request, body, parsed)
         sessions, owner, until = self._sessions, owner_of(request), request.state.ended
         entry = await in_thread(lambda: sessions.find(owner, name, until))
-        before, adapter = len(entry.session.token_ids), entry.session.adapter
-        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before, adapter=adapter))
+        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, session=entry.session))
         note_ignored(request, parsed.parameters.unread(self._served.reads))
         streams = [entry.session.asend(parsed.requests[0])]
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))

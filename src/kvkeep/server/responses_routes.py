@@ -70,8 +70,9 @@ def parse_response_body(
     effort = {"reasoning_effort": (body.reasoning or {}).get("effort")}
     fields = {"messages": messages, "seed": body.seed, **wishes, **effort, **_form(body), **_tools(body)}
     fields |= _logprobs(body)
+    cache = {"policy": body.policy, "budget": body.budget}
     names = {"max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
-    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
+    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0, cache=cache)
 
 
 def _logprobs(body: ResponseBody) -> dict[str, Any]:
