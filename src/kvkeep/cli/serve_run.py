@@ -39,7 +39,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
-from kvkeep.parameters import PORT, SERVER_COUNTS, SERVER_TIMES
+from kvkeep.parameters import CONVERSATION_TTL, PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
@@ -366,7 +366,7 @@ def _check_numbers(request: ServeOptions) -> None:
     Raises:
         InputError: a number is out of range.
     """
-    for parameter in SERVER_TIMES:
+    for parameter in (*SERVER_TIMES, CONVERSATION_TTL):
         if not parameter.allows(seconds := getattr(request, parameter.name)):
             raise InputError(f"{parameter.name}={seconds:g} is no time; give seconds above 0.")
     for parameter in SERVER_COUNTS:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from kvkeep import budget as budgets
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Request, check_name
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
@@ -23,8 +23,7 @@ from kvkeep.parameters import SYSTEM_SHARE, TRUNCATE_PROMPT_TOKENS
 from kvkeep.pins import Spans, spans, within
 from kvkeep.policies.base import Policy
 from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, check_policy
-from kvkeep.server.session_registry import conversation_name
-from kvkeep.server.settings import ServerSettings
+from kvkeep.server.settings import ServerSettings, full_name
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _APART = 2**40
@@ -158,6 +157,15 @@ def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, A
     (messages,) = parameters.prompts
     noted = () if isinstance(messages, str) or parameters.template.get("continue_final_message") else messages
     return {"owner": f"{owner}/{digest(user)}", "keep_as": name, "noted_messages": noted}
+
+
+def conversation_name(owner: str) -> str | None:
+    """Return a new name for the session that keeps a chat of an owner; ``None`` if no session can have such a name."""
+    name = full_name(owner, f"conv_{secrets.token_hex(12)}")
+    try:
+        return check_name(name) if owner else None
+    except InputError:  # an owner whose name is none of a file
+        return None
 
 
 def digest(word: str | None) -> str:

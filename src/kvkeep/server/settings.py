@@ -50,6 +50,11 @@ def owner_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+def full_name(owner: str, name: str) -> str:
+    """Return a session's name with its owner's in front, which the engine and the file use."""
+    return f"{owner}--{name}"
+
+
 @dataclass(frozen=True)
 class ApiKeys:
     """The keys that a server accepts.
