@@ -193,9 +193,11 @@ class Conversations:
                 _log.warning("The conversation %s cannot be continued, and is forgotten: %s", entry.session.name, error)
                 self._forget(entry)
                 continue
+            if contents is None:  # a session that has just been closed
+                return None
             self._touch(entry)
             sequence.recalled = True
-            return None if contents is None else contents.cut_back(tokens)
+            return contents.cut_back(tokens)
         return None
 
     def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
@@ -217,11 +219,19 @@ class Conversations:
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
         """Keep the memory of a finished request with ``keep_as``, if a later prompt may go on from it.
 
-        Return the write that must end first; ``None`` if there is none. A memory that cannot be written is not kept:
+        Return the write that must end first; ``None`` if there is none. A memory that cannot be kept costs no answer:
         its conversation goes on from an earlier turn.
         """
         if not self.active or sequence.levels:
             return None
+        try:
+            return self._keep(sequence, contents)
+        except Exception as error:  # a tokenizer that fails, for example
+            _log.warning("A conversation was not kept: %s", error)
+            return None
+
+    def _keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
+        """Keep a memory, see `keep`."""
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
         if not usable_tokens(past, (*past.ids, *past.pending, 0), self._mode) or contents.nbytes > self._most_bytes:
@@ -349,7 +359,7 @@ class Conversations:
         """Forget the conversations that nobody has used for too long, and those that were closed."""
         before = time.time() - self._ttl_s
         for entry in list(self._entries.values()):
-            if entry.used < before or entry.session.closed:
+            if (entry.used < before and not entry.writing) or entry.session.closed:
                 self._forget(entry)
 
     def _trim(self) -> None:

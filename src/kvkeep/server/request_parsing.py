@@ -23,7 +23,7 @@ from kvkeep.parameters import SYSTEM_SHARE, TRUNCATE_PROMPT_TOKENS
 from kvkeep.pins import Spans, spans, within
 from kvkeep.policies.base import Policy
 from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, check_policy
-from kvkeep.server.settings import ServerSettings, full_name
+from kvkeep.server.settings import CONVERSATION, ServerSettings, full_name
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _APART = 2**40
@@ -161,7 +161,7 @@ def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, A
 
 def conversation_name(owner: str) -> str | None:
     """Return a new name for the session that keeps a chat of an owner; ``None`` if no session can have such a name."""
-    name = full_name(owner, f"conv_{secrets.token_hex(12)}")
+    name = full_name(owner, f"{CONVERSATION}{secrets.token_hex(12)}")
     try:
         return check_name(name) if owner else None
     except InputError:  # an owner whose name is none of a file

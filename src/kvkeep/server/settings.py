@@ -50,6 +50,10 @@ def owner_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+CONVERSATION = "conv_"
+"""Names of sessions that keep a chat begin so."""
+
+
 def full_name(owner: str, name: str) -> str:
     """Return a session's name with its owner's in front, which the engine and the file use."""
     return f"{owner}--{name}"
