@@ -79,7 +79,13 @@ def talk_whole(url, number, answered, messages):
     """Talk, with all earlier messages sent each time, until the server is gone; note each answered turn."""
     with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=WAIT_S) as client:
         for turn_number in range(len(messages) // 2, 40):
-            asked = [*messages, {"role": "user", "content": f"What did dog {number} do on day {turn_number}?"}]
+            asked = [
+                *messages,
+                {
+                    "role": "user",
+                    "content": f"There was a dog called {number} by the sea. What did it do on day {turn_number} of the year?",
+                },
+            ]
             body = {"messages": asked, "max_tokens": 3, "temperature": 0, "user": f"user {number}"}
             found = client.post(TALK, json=body).json()
             messages[:] = [*asked, found["choices"][0]["message"]]
@@ -91,7 +97,7 @@ def test_a_killed_server_has_every_conversation_that_was_answered(tmp_path):
     words = ("--session-dir", tmp_path / "sessions", "--budget", "1024", "--no-access-log")
     answered, messages = {}, {number: [] for number in range(4)}
     rng = random.Random(3)
-    for _ in range(4):
+    for _ in range(3):
         process, url, err = start(tmp_path, *words)
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             for number, before in answered.items():
