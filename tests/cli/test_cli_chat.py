@@ -22,7 +22,7 @@ from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
-from kvkeep.policies import LATER
+from kvkeep.policies import CONVERSATION
 
 SHORT = kvkeep.SamplingParams(max_new_tokens=5)
 
@@ -67,7 +67,7 @@ def loaded(model):
 
 def engine_of(model, **options):
     found, tokenizer = loaded(model)
-    return Engine(found, tokenizer, **{"policy": LATER, "budget": 1024, "rows": 1, **options})
+    return Engine(found, tokenizer, **{"policy": CONVERSATION, "budget": 1024, "rows": 1, **options})
 
 
 def session_of(model, **options):
@@ -291,7 +291,7 @@ def test_memory_says_what_is_held(model):
     said = chat(model, "-n", 5, "-s", "one", "-b", 12, said=["/memory", "the quick brown fox", "/memory"]).stdout
     assert "none yet" in said
     assert "12 held per layer and head" in said
-    assert f"{LATER}, budget 12" in said
+    assert f"{CONVERSATION}, budget 12" in said
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,8 @@ def talk_whole(url, number, answered, messages):
     """Talk, with all earlier messages sent each time, until the server is gone; note each answered turn."""
     with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=WAIT_S) as client:
         for turn_number in range(len(messages) // 2, 40):
-            asked = [
-                *messages,
-                {
-                    "role": "user",
-                    "content": f"There was a dog called {number} by the sea. What did it do on day {turn_number} of the year?",
-                },
-            ]
+            text = f"There was a dog called {number} by the sea. What did it do on day {turn_number} of the year?"
+            asked = [*messages, {"role": "user", "content": text}]
             body = {"messages": asked, "max_tokens": 3, "temperature": 0, "user": f"user {number}"}
             found = client.post(TALK, json=body).json()
             messages[:] = [*asked, found["choices"][0]["message"]]

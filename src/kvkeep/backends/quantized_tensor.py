@@ -176,6 +176,7 @@ class QuantizedTensor(Tensor):
         return self.packed.data_ptr()
 
     def _like(self, packed: Tensor, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """Return a tensor of this one's shape, bits and group around other packed bytes."""
         rows, columns = self.shape
         return QuantizedTensor(packed, (rows, columns), self.bits, self.group, dtype or self.dtype)
 
@@ -247,6 +248,7 @@ def _changes(declared: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _refuse() -> NoReturn:
+    """Raise the error that packed weights cannot be changed."""
     raise UnsupportedOperationError(
         "Quantized weights cannot be changed or trained. Load the model without `load_in`; a GGUF file with `unpacked`."
     )
@@ -268,6 +270,7 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 def _restored(
     packed: Tensor, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype, is_parameter: bool
 ) -> Tensor:
+    """Return a tensor that was pickled or copied."""
     tensor = QuantizedTensor(packed, shape, bits, group, dtype)
     return torch.nn.Parameter(tensor, False) if is_parameter else tensor
 
@@ -276,6 +279,7 @@ def _restored(
 
 
 def _block_bytes(columns: int, bits: int, group: int) -> int:
+    """Return the bytes of a block of `LANES` rows: codes, and a scale and a minimum for each group."""
     return _FACTORS + LANES * (columns * bits // 8 + columns // group * 4)
 
 

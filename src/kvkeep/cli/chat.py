@@ -23,7 +23,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.errors import InputError
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
-from kvkeep.policies import LATER
+from kvkeep.policies import CONVERSATION
 
 _CHAT = "Conversation"
 
@@ -78,7 +78,7 @@ class ChatOptions(GenerationOptions):
     list_: bool = option("List the saved conversations and stop.", default=False, group=_CHAT)
     policy: str = option(
         POLICY,
-        help=f"{POLICY.help} Default: {LATER}.",
+        help=f"{POLICY.help} Default: {CONVERSATION}.",
         default="",
         more=NO_DEFAULT,
     )
@@ -99,7 +99,7 @@ class ChatOptions(GenerationOptions):
         if self.memory is not None and self.system is not None:
             raise InputError("--memory brings its own beginning; give --system to kvkeep remember.")
         check_one_adapter(self.adapter, "a conversation")
-        return replace(self, policy=self.policy or LATER, names_policy=self.policy != "")
+        return replace(self, policy=self.policy or CONVERSATION, names_policy=self.policy != "")
 
     @property
     def run(self) -> str:

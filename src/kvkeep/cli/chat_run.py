@@ -72,6 +72,7 @@ def run(line: str, talk: ChatSession) -> None:
 
 
 def _checked(name: str, words: list[str]) -> list[str]:
+    """Return the words behind a typed command, after a check of their number."""
     most = 1 if name in ("/fork", "/rewind") else 0
     if len(words) > most:
         raise InputError(f"{name} takes {'one word at most' if most else 'nothing'}. /help lists all commands.")
@@ -79,6 +80,7 @@ def _checked(name: str, words: list[str]) -> list[str]:
 
 
 def _help(talk: ChatSession) -> None:
+    """Show what can be typed."""
     console.out().print(
         console.facts(
             {
@@ -99,6 +101,7 @@ def _help(talk: ChatSession) -> None:
 
 
 def _show_memory(talk: ChatSession) -> None:
+    """Show turns, tokens seen and held, and the size of the conversation's memory."""
     state = talk.state
     if state is None:
         console.out().print(console.facts({"conversation": talk.place.name, "tokens": "none yet"}))
@@ -118,6 +121,7 @@ def _show_memory(talk: ChatSession) -> None:
 
 
 def _rewind(talk: ChatSession, turns: str = "1") -> None:
+    """Take back the last turns of the conversation."""
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
         raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_TURNS_BACK}.")
     with Uninterrupted():
@@ -126,12 +130,14 @@ def _rewind(talk: ChatSession, turns: str = "1") -> None:
 
 
 def _fork(talk: ChatSession, name: str | None = None) -> None:
+    """Go on under another name; without a name kvkeep chooses one."""
     with Uninterrupted():
         old = talk.fork(name)
     console.note(f"goes on as {talk.place.name}; {old} stays as it is")
 
 
 def _quit(talk: ChatSession) -> None:
+    """End the conversation's loop."""
     raise Quit
 
 
@@ -262,6 +268,7 @@ def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
 
 
 def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine:
+    """Return an engine of one row for the conversation."""
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = engine_for(writer, request, budget=budget, rows=1)
     if checkpoint.tokenizer.chat_template is None:

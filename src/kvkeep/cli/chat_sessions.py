@@ -59,6 +59,7 @@ class _StopOnInterrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def _stop(self, number: int, frame: object) -> None:
+        """Stop the answer at the first Ctrl-C; raise `KeyboardInterrupt` where there is no answer to stop."""
         if self._session.stop():
             self.stopped = True
         elif not self.stopped:  # otherwise a second Ctrl-C, which may come after the last token
@@ -192,6 +193,7 @@ class ChatSession:
             SnapshotError: the memory cannot be saved.
         """
         state = self.session.snapshot() if self.session.token_ids else None
+        # the session hands out the same snapshot until a turn ends
         if state is self.state:
             return False
         self._states.add(state)
@@ -202,6 +204,7 @@ class ChatSession:
         return True
 
     def _stream(self, message: str) -> Result:
+        """Show an answer while it is made, and return its result."""
         result: Result | None = None
         begun = False
         with console.streamed_text(wraps=True) as write:
@@ -330,6 +333,7 @@ def show(request: ChatOptions) -> None:
 
 
 def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
+    """Return what the list shows of a saved conversation, from its file's header alone; or why it cannot be read."""
     path = folder.file_of(name)
     try:
         with opened(path) as (file, size):

@@ -301,6 +301,7 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_path(name: str) -> bool:
+    """Return whether a text looks like a path."""
     return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
 
 
@@ -384,7 +385,8 @@ def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[
         return text
     if name != "calibrated":
         raise InputError(
-            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
+            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5, sliding:0.25 or "
+            "calibrated:FILE."
         )
     refuse_device(file, "file of ratios")
     try:
@@ -505,6 +507,7 @@ def parse_repetition_detection(text: str, option: str) -> bool | Mapping[str, in
             f"{option} {text!r:.80} is no rule; give on, off, or numbers such as "
             f"{','.join(f'{name}={value}' for name, value in parameters.REPETITION_RULE.items())}."
         )
+    # Python refuses numbers of thousands of digits; 20 are out of range as well, and are refused by name
     return {name.strip(): int(value.strip()[:20]) for name, value in pairs}
 
 

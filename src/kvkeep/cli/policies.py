@@ -21,14 +21,14 @@ from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.help import Command, Group
 from kvkeep.cli.options import Json
 from kvkeep.cli.startup import fast_imports
-from kvkeep.policies import DEFAULT, ENTRY_POINT_GROUP, LATER, builtin_names, builtin_summary
+from kvkeep.policies import CONVERSATION, DEFAULT, ENTRY_POINT_GROUP, LATER, builtin_names, builtin_summary
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
 STARTS = {
     "a prompt that ends with its question, an answer of any length (the default)": DEFAULT,
     "a stream without end, of which the recent part matters": "streaming_llm",
-    "a text that is asked about later": "reread",
+    "a text that is asked about later": LATER,
 }
 """Purpose → the policy to start from."""
 
@@ -46,7 +46,8 @@ KINDS = {
 
 _ROLES = {
     DEFAULT: ", the default of prompts",
-    LATER: ", the default of remembered texts and conversations, whose questions come later",
+    LATER: ", the default of remembered texts, whose questions come later",
+    CONVERSATION: ", the default of conversations, and of remembered texts on models without rotary positions",
 }
 """Policies that commands take where none is named."""
 
@@ -187,6 +188,7 @@ def _show_type(kind: Any) -> str:
 
 
 def _print(entry: dict[str, Any]) -> None:
+    """Show a policy's page: what it does, its source and its options."""
     screen = console.out()
     screen.print(Text.assemble((entry["name"], "bold"), "  ", entry["summary"]))
     screen.print()
@@ -204,6 +206,7 @@ def _print(entry: dict[str, Any]) -> None:
 
 
 def _print_options(entry: dict[str, Any]) -> None:
+    """Show the table of a policy's options, its presets and an example."""
     screen = console.out()
     if not entry["options"]:
         screen.print("No options.")
@@ -220,4 +223,5 @@ def _print_options(entry: dict[str, Any]) -> None:
 
 
 def _show_value(value: object) -> str:
+    """Return an option's value as users write it."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -192,6 +192,7 @@ def staged() -> Iterator[Callable[[str, float], None]]:
 
 
 def _on_the_disk() -> str:
+    """Return the last line of work that was stopped."""
     return "stopped. What is finished is on the disk; run the same command again to go on."
 
 
@@ -243,6 +244,8 @@ def eval_progress(cells: int) -> Iterator[EvalBar]:
 
 
 def _name(cell: Cell) -> str:
+    """Return a cell of an evaluation as a text."""
+
     from kvkeep.policies.registry import label  # imports torch
 
     return f"{cell.task} {cell.budget} {label(cell.policy)}"
@@ -320,6 +323,7 @@ class BatchBar:
         self._draw()
 
     def _draw(self) -> None:
+        """Show how many lines are done, at what speed, and how long the rest takes."""
         pace, speed = self._pace, "reading"
         if (left := pace.seconds_left()) is not None:
             speed = f"{console.show_rate(pace.writing_rate)} tokens/s, {_show_time(left)} left"
@@ -330,6 +334,7 @@ class BatchBar:
 
 
 def _work(request: Request) -> TokenCounts:
+    """Return the tokens that a request reads, and those that it may write."""
     return TokenCounts(len(request.prompt or ()), request.sampling.max_new_tokens)
 
 

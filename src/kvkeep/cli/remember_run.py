@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout, policy_for_later
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, with_source, writer_of
@@ -71,7 +71,8 @@ def serve(request: RememberOptions) -> None:
 
 
 def _serve(request: RememberOptions) -> None:
-    policy = parse(request.policy)
+    """Check the options, read the text and write its memory."""
+    policy = None if request.policy is None else parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
     check_folders(request.adapter)
@@ -79,12 +80,12 @@ def _serve(request: RememberOptions) -> None:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    text = _prepare(checkpoint, request, policy, content)
+    text = _prepare(checkpoint, request, policy or policy_for_later(checkpoint.config), content)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = Engine(
         writer.model,
         checkpoint.tokenizer,
-        policy=policy,
+        policy=text.policy,
         budget=text.budget,
         rows=1,
         prefill_chunk=request.prefill_chunk,

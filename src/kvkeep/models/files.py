@@ -48,7 +48,7 @@ _blocks = 0
 
 @contextmanager
 def cached_if_unreachable(name: str) -> Iterator[None]:
-    """Read only the local cache while the context lasts, if the hub does not answer.
+    """Use only the local cache of the hub in the context if the hub does not answer.
 
     Do nothing for a local folder, or if the hub answers.
 
@@ -79,6 +79,7 @@ def is_forbidden() -> bool:
 
 
 def _switch(change: int) -> None:
+    """Count one more or one fewer block that wants no requests to the hub, and set the hub's own switch."""
     global _blocks
     if not change:
         return
@@ -111,7 +112,7 @@ def _answers() -> bool:
 
 @contextmanager
 def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a public service to convert weights, while the context lasts."""
+    """Keep transformers from asking the hub's service to convert weights, in the context."""
     key = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.get(key)
     os.environ[key] = "1"
@@ -135,7 +136,7 @@ _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?"
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
-    """Return the full path of a file or folder that exists. Another name is returned unchanged, as a hub name.
+    """Return the full path of a file or folder that exists; a hub name is returned unchanged.
 
     A folder of GGUF files stands for its only one. ``ORG/REPO:FILE`` stands for a GGUF file of the hub, which is
     downloaded: FILE is its name, or that of a quantisation in its name such as ``Q4_K_M``.
@@ -163,7 +164,7 @@ def is_gguf(name: str) -> bool:
 
 
 def _gguf_of_hub(repository: str, wanted: str) -> Path:
-    """Return the path of a GGUF file of the hub, downloaded with all its parts.
+    """Download a GGUF file of the hub, all parts of it, and return the path of the first part.
 
     Raises:
         ModelFileError: the repository has no such file, or the hub fails.
@@ -197,7 +198,7 @@ def check_adapter(name: str) -> None:
 
 
 def check_numbers(name: str, fields: object) -> None:
-    """Refuse a configuration with numbers that no model has, before they are used.
+    """Refuse a configuration with numbers larger than any model's, before memory is allocated for them.
 
     Raises:
         ModelFileError: a number has more than 64 bits.
@@ -233,7 +234,7 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
 
 
 def part_of(name: str) -> str:
-    """Return in words where a model's configuration stands."""
+    """Return the name of the place where a model's configuration stands, for messages."""
     return "header" if is_gguf(name) else "config.json"
 
 
@@ -266,7 +267,7 @@ def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
 
 @contextmanager
 def explained(name: str, what: str) -> Iterator[None]:
-    """Raise a `ModelFileError` in place of an error of transformers, tokenizers, safetensors or the hub.
+    """Turn errors of transformers, tokenizers, safetensors and the hub in the context into a `ModelFileError`.
 
     kvkeep's own errors and failed allocations are raised as they are.
 
@@ -285,6 +286,7 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
+    """Return the error that tells a user what failed, and what to do."""
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
@@ -299,6 +301,7 @@ def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -331,8 +334,7 @@ PARAMETERS_PER_BYTE = 16
 
 
 def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
-    """Refuse an index of weights, or a configuration, that names pickles or files outside of the folder; and an
-    adapter of PEFT.
+    """Refuse pickled weights, files outside of the model's folder, and adapters of PEFT, before any weights are read.
 
     Without an index there is nothing to check.
 
@@ -366,7 +368,8 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
 
 
 def check_size(name: str, parameters: int) -> None:
-    """Refuse a folder whose weights are far fewer than its configuration describes; transformers would invent the rest.
+    """Refuse a folder that holds far fewer weights than its configuration describes: transformers would fill in
+    random ones.
 
     Names on the hub are not checked: their files are downloaded later.
 
@@ -385,7 +388,7 @@ def check_size(name: str, parameters: int) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the weight files that an index names.
+    """Return the names of the weight files in an index.
 
     Raises:
         ModelFileError: the file is not an index of weights.
@@ -403,9 +406,8 @@ def _shards(index: Path) -> list[str]:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Return whether a shard's name and file lie in the folder.
-
-    A missing file counts as inside, and is reported later.
+    """Return whether a shard lies in the model's folder, links followed. A missing file counts as inside, and is
+    reported later.
     """
     parts = re.split(r"[/\\]", shard)
     if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):
@@ -417,5 +419,6 @@ def _is_inside(folder: Path, shard: str) -> bool:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):  # a link that leads nowhere, or to itself
         return False
+    # the hub's cache keeps files under `blobs`, to which its snapshot folders link
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return target.is_file() and any(target.is_relative_to(place) for place in homes)

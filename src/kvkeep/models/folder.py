@@ -68,7 +68,7 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def existing(name: str) -> Path | None:
-    """Return the full path of a file or folder that exists; ``None`` for a name that can be one of the hub.
+    """Return the full path of a file or folder that exists; ``None`` for what can only be a hub name.
 
     Raises:
         ModelFileError: the name is a path of nothing that exists, or cannot be looked up.
@@ -87,7 +87,7 @@ def existing(name: str) -> Path | None:
 
 
 def hub_parts(name: str) -> tuple[str, str]:
-    """Return the repository of a hub name, and the GGUF file that stands behind a colon; empty if there is none."""
+    """Split a hub name into the repository and the GGUF file behind a colon, which may be empty."""
     repository, _, file = name.partition(":")
     return (repository, file) if file and repository.count("/") == 1 else (name, "")
 
@@ -148,7 +148,7 @@ def refuse_adapter(name: str, path: Path) -> NoReturn:
 
 
 def refusal(subject: str) -> str:
-    """Return the error message for weights that are pickles."""
+    """Return the message for weights that are pickles."""
     return (
         f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
         "accept them with `allow_pickle=True` if you trust their source."

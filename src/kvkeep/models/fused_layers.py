@@ -73,7 +73,7 @@ class FusedParts(NamedTuple):
 
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
-    """Return a layer's parts for fusing; ``None`` if a part is missing, is not fused, or has hooks."""
+    """Return the parts of a layer that can be fused; ``None`` if one is missing, is not fused, or has hooks."""
     own: dict[str, Any] = layer._modules
     if (names := _KINDS.get(frozenset(own))) is None:
         return None
@@ -108,7 +108,7 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
 
 
 def _is_usable(part: nn.Module | None) -> bool:
-    """Return whether a part of a layer has no hooks, and still computes what it did in its trial."""
+    """Return whether a part of a layer has no hooks, and still has the values with which it was tried."""
     if part is None:
         return True
     if isinstance(part, FusedNorm) and not (isinstance(epsilon_of(part), float) and has_own_forward(part)):
@@ -156,8 +156,8 @@ class FusedCalls:
         self._forwards = [kind.forward for kind in self._classes]
 
     def are_of(self, layer: nn.Module) -> bool:
-        """Return whether these are still the calls of a layer: its modules and weights have not changed since, and
-        have no hooks.
+        """Return whether these calls still belong to a layer: no module, weight, plain value or hook has changed
+        since they were made.
         """
         if vars(layer) is not self._owners[0]:  # a copy
             return False
@@ -181,6 +181,7 @@ class FusedCalls:
         return self._places_now() == self._places
 
     def _places_now(self) -> list[object]:
+        """Return the identity and the address of every weight."""
         return [
             (id(weight), _place(weight))
             for own in self._weighted
@@ -190,7 +191,7 @@ class FusedCalls:
 
 
 def _place(weight: Tensor) -> object:
-    """Return where a weight lies, and how."""
+    """Return the address, dtype, shape and strides of a weight."""
     if isinstance(weight, QuantizedTensor):
         return weight.place
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
@@ -200,19 +201,20 @@ _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 def _values_of(names: Iterable[str]) -> Callable[[dict[str, Any]], object]:
-    """Return a function that looks attributes up, as fast as can be."""
+    """Return a fast function that reads these attributes of a module."""
     asked = [*names]
     return operator.itemgetter(*asked) if asked else id  # the dict of a module is always the same
 
 
 def _norm(norm: FusedNorm) -> layer_ops.Norm:
+    """Return a norm in the form that the kernel takes."""
     epsilon = epsilon_of(norm)
     assert isinstance(epsilon, float)
     return layer_ops.Norm(norm.weight, epsilon, norm._plus)
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
-    """Return whether a model's attention goes to `attention_forward`, with no attention probabilities asked for."""
+    """Return whether a model's attention runs in kvkeep, and no attention probabilities are asked for."""
     own = object.__getattribute__(config, "__dict__")  # a layer asks in each step, and properties take long
     try:
         return own["_attn_implementation_internal"] == ATTENTION and not own["_output_attentions"]
@@ -221,7 +223,7 @@ def is_ours(config: PreTrainedConfig) -> bool:
 
 
 def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
-    """Return the options of a layer's attention in a step that is a replay; ``None`` if its steps cannot be replayed.
+    """Return the attention options of a layer's replayed steps; ``None`` if its steps cannot be replayed.
 
     Args:
         attention: the layer's attention.
@@ -248,8 +250,8 @@ _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 def _run(
     parts: FusedParts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: FusedCalls
 ) -> Tensor | None:
-    """Compute a layer's output for a token per row; ``None`` if the kernel cannot compute what comes before
-    attention.
+    """Compute a layer's output for one token per row, around a given attention; ``None`` if the kernel cannot compute
+    the part before it.
     """
     heads = calls.before(x, angles)
     if heads is None:
@@ -276,7 +278,8 @@ class FusedLayer(nn.Module):
         return super().forward(*args, **kwargs) if out is None else out
 
     def calls(self, rotary_dim: int) -> FusedCalls | None:
-        """Return the calls of the kernel, made anew if modules or weights have changed; ``None`` if there can be none.
+        """Return the kernel calls of this layer, made anew if modules or weights have changed; ``None`` if it can
+        have none.
 
         Args:
             rotary_dim: number of dims of a head that are rotated.
@@ -288,11 +291,12 @@ class FusedLayer(nn.Module):
         return calls
 
     def _is_as_tried(self) -> bool:
+        """Return whether the layer and its attention are still as they were when it was tried."""
         now = type(_any(self).self_attn).forward
         return is_as_tried(self) and vars(self).setdefault(FORWARD, now) is now
 
     def _decode_step(self, x: Tensor, **kwargs: Any) -> Tensor | None:
-        """Return the output of a decode step from the fused kernel; ``None`` for any other step."""
+        """Run a decode step through the kernel; return ``None`` for any other step."""
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
             return None
@@ -317,7 +321,7 @@ class FusedLayer(nn.Module):
 
 
 def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
-    """Fuse a decoder layer, in place, and return whether it was fused.
+    """Fuse a decoder layer in place. Return whether that was possible.
 
     It is fused if its parts are, it has no other weights, and its outputs on random numbers are the kernel's.
 
@@ -344,7 +348,7 @@ def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
 
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
-    """Return whether a layer has no weights but those of its parts. Other weights could change after the trial."""
+    """Return whether a layer has no weights besides those of its parts: others could change after the trial."""
     known = {
         id(weight) for part in (*parts.norms(), *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()
     }
@@ -352,7 +356,7 @@ def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
 
 
 def _twin(layer: nn.Module) -> Any:
-    """Return a copy of a layer, for a trial, with a configuration of its own, since other threads may be in the
+    """Return a copy of a layer for a trial, with its own configuration, since other threads may be running the
     layer.
     """
     twin, attention = copy.copy(layer), copy.copy(_any(layer).self_attn)
@@ -400,7 +404,8 @@ class _Trial:
         self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
 
     def ask(self) -> bool:
-        """Run the layer with random numbers for attention's answer, and record what it hands to attention.
+        """Run the layer's own code, with random numbers for attention's output, and record what it passes to
+        attention.
 
         Return whether the layer has called the cache and attention once each.
         """
@@ -420,14 +425,16 @@ class _Trial:
         return module is self._attention and mask is None
 
     def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
-        """Return the layer's output as the kernel computes it; ``None`` if it cannot."""
+        """Compute the layer's output in the kernel; ``None`` if the kernel cannot."""
         calls = FusedCalls(self._layer, parts, self.angles[0].shape[-1])
         return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), calls)
 
 
 @torch.inference_mode()
 def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
-    """Return the arguments that a layer always hands to attention, if the kernel matches the layer; else ``None``."""
+    """Try the kernel on a layer. Return the arguments that the layer always passes to attention, or ``None`` if the
+    outputs differ.
+    """
     try:
         trial = _Trial(layer, SCALES)
         if not trial.ask() or not _is_constant(trial.constants):
@@ -445,6 +452,7 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
 
 
 def _is_constant(given: dict[str, Any] | None) -> bool:
+    """Return whether all arguments are plain values, which do not change from step to step."""
     return given is not None and all(value is None or isinstance(value, (bool, int, float)) for value in given.values())
 
 
@@ -461,7 +469,7 @@ class _Handed:
 
 @contextmanager
 def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Let a model call this function in place of its attention, while the context lasts."""
+    """Replace a model's attention by a function, in the context."""
     before, token = config._attn_implementation, _recorded.set(attention)
     config._attn_implementation = _RECORDER
     try:
@@ -472,6 +480,7 @@ def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> It
 
 
 def _record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Call the function of `_recording`; an attention function of transformers."""
     return _recorded.get()(*args, **kwargs), None
 
 

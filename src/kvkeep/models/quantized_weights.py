@@ -43,18 +43,23 @@ class _Format:
 
 
 def _int8() -> TorchAoConfig:
+    """Return torchao's configuration for int8 weights."""
+
     from torchao.quantization import Int8WeightOnlyConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def _fp8() -> TorchAoConfig:
+    """Return torchao's configuration for fp8 weights."""
+
     from torchao.quantization import Float8WeightOnlyConfig
 
     return TorchAoConfig(Float8WeightOnlyConfig())
 
 
 def _4bit() -> BitsAndBytesConfig:
+    """Return bitsandbytes' configuration for 4-bit weights."""
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
@@ -82,7 +87,7 @@ def is_packable(device: torch.device) -> bool:
 
 
 def check_format(name: str | None, device: torch.device) -> None:
-    """Refuse a format that is unknown, or that cannot be used on a device. ``None`` is no format.
+    """Refuse a format of weights that is unknown, or cannot be used on this device.
 
     Raises:
         InputError: the format is unknown, or a package, the native kernel or CUDA is missing.
@@ -108,8 +113,7 @@ def check_format(name: str | None, device: torch.device) -> None:
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which transformers quantizes weights while it loads them; an empty mapping for
-    ``None``.
+    """Return the arguments for ``from_pretrained`` that quantize weights while they are loaded.
 
     Args:
         name: one of `KNOWN`.
@@ -207,7 +211,7 @@ class _Pack(ConversionOps):
 
 
 def kept_packed() -> dict[str, Any]:
-    """Return the arguments with which transformers leaves every `QuantizedTensor` of a state dict as it is."""
+    """Return the arguments for ``from_pretrained`` under which weights that are packed already stay so."""
     return {"quantization_config": PackedConfig()}
 
 
@@ -218,7 +222,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """Return in words how a model's weights are stored."""
+    """Return a phrase for how a model's weights are stored."""
     weights = list(model.parameters())
     bits = Counter(weight.bits for weight in weights if isinstance(weight, QuantizedTensor))
     counts = [
@@ -232,7 +236,7 @@ def describe(model: nn.Module) -> str:
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """Return the method with which a checkpoint is quantized; ``None`` if it is not."""
+    """Return the name of the method by which a checkpoint is quantized; ``None`` if it is not."""
     fields = getattr(config, "quantization_config", None)
     if fields is None:
         return None
@@ -265,7 +269,7 @@ def check_readable(name: str, config: PreTrainedConfig) -> None:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tensor: itself, or the data and scales of a quantized one.
+    """Yield the plain tensors that a tensor consists of: itself, or the data and scales of a quantized one.
 
     Of a tensor that processes share, yield this process's part.
     """

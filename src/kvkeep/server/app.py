@@ -52,7 +52,7 @@ Route: TypeAlias = Callable[[Request], Awaitable[Response]]
 def make_app(
     served: ServedModel, settings: ServerSettings, origins: Sequence[str] = (), leases: Leases | None = None
 ) -> FastAPI:
-    """Return the application that serves a model.
+    """Return the web application that serves a model.
 
     Args:
         served: the model.
@@ -86,7 +86,7 @@ def make_app(
 def _counted(
     served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
 ) -> tuple[RateLimits, Metrics]:
-    """Return the limits of keys and the metrics. The metrics listen to the queue and to the limits."""
+    """Return the rate limits and the metrics, with the metrics listening to the queue and the limits."""
     limits = RateLimits(settings.key_requests, settings.key_tokens)
     metrics = Metrics(served.engine, settings.name, sessions)
     queue.ended.append(metrics.note)
@@ -133,6 +133,7 @@ def _add_sessions(app: FastAPI, routes: SessionRoutes) -> None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Give the application its threads when it starts."""
     use_threads()
     yield
 
@@ -148,6 +149,7 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         for name, part in schema.pop("$defs", {}).items():
+            # FastAPI does not put these definitions into the components of the document, where references lead
             schema = _inlined(schema, name, part)
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
@@ -156,7 +158,7 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:
-    """Return a JSON schema in which each reference to the definition ``name`` is replaced by ``part``."""
+    """Return a JSON schema with a definition written out in place of each reference to it."""
     if isinstance(schema, dict):
         if schema.get("$ref") == f"#/components/schemas/{name}":
             return part

@@ -189,6 +189,7 @@ def most_rows(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear] = ()) -> 
 
 
 def _head(x: Tensor, rows: int, last: int) -> bytes:
+    """Return the packed beginning of a call: rows, width, threads, dtype, the address of ``x``, and one more number."""
     return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
 
 
@@ -506,12 +507,14 @@ class _Weights(NamedTuple):
 
 
 def _weights(layer: nn.Linear | Linear) -> _Weights:
+    """Return where a linear layer's weights and bias lie, and how the weights are packed."""
     weight = layer.weight
     bits, group = (weight.bits, weight.group) if isinstance(weight, QuantizedTensor) else (0, 0)
     return _Weights(_address(weight), _address(layer.bias), layer.out_features, bits, group)
 
 
 def _scaled(norm: Norm | None) -> tuple[int, float, float]:
+    """Return a norm's weight address, epsilon and what is added to its weight; zeros without a norm."""
     return (0, 0.0, 0.0) if norm is None else (_address(norm.weight), norm.epsilon, norm.plus)
 
 
@@ -521,6 +524,7 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
+    """Return whether the kernel can compute this norm for inputs like ``like``."""
     return norm.weight.dtype in TYPES and matches(norm.weight, like, (width,))
 
 
@@ -533,4 +537,5 @@ def _are_angles(angles: Tensor, x: Tensor, dim: int) -> bool:
 
 
 def _row(angles: Tensor) -> int:
+    """Return the distance of two rows of angles; 0 if all rows share one."""
     return angles.stride(0) if angles.shape[0] > 1 else 0
