@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import chat_run, chat_sessions
+from kvkeep.cli import chat_run, chat_sessions, console
 from kvkeep.cli.chat_folder import ChatFolder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
@@ -139,6 +140,16 @@ def test_piped_messages_are_not_in_the_history(model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     chat(model, "-n", 2, said=["the fox"])
     assert not (tmp_path / "cache").exists()
+
+
+def test_it_says_what_it_reads_and_how_far(model, monkeypatch):
+    monkeypatch.setattr(console, "BEATS_S", (0.0005,))
+    assert re.search(r"^reading: \d\d tokens", chat(model, "-n", 2, said=["the quick fox " * 8]).stderr, re.MULTILINE)
+
+
+def test_a_name_without_a_conversation_begins_one_and_says_so():
+    done = chat(None, "-s", "one", said=["/help"])
+    assert "one is a new conversation, with the embedded model: no MODEL was given" in " ".join(done.stderr.split())
 
 
 def test_nothing_is_left_of_a_conversation_without_an_answer(model, tmp_path):

@@ -227,6 +227,11 @@ def test_env_says_how_a_model_would_run(monkeypatch, fused, words):
     assert "does not exist" in invoke("env", "./nothing-there").stderr
 
 
+def test_env_says_that_it_loads(monkeypatch):
+    monkeypatch.setattr(env.console, "BEATS_S", (0.001, 0.05))
+    assert f"loading {model_folders.folder()} …" in invoke("env", str(model_folders.folder())).stderr
+
+
 def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(env, "_PACKAGES", ("torch", "nowhere-to-be-found"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

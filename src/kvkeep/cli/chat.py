@@ -18,8 +18,8 @@ from kvkeep.cli.options import (
     REPETITION_DETECTION,
     check_one_adapter,
     option,
+    parse_kept_tokens,
     parse_system,
-    parse_tokens,
 )
 from kvkeep.errors import InputError
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
@@ -38,7 +38,7 @@ def parse_budget(text: str, option: str) -> int:
         raise InputError(
             f"{option} {text} is a share, and a conversation has no known length; give a number of tokens, e.g. 512."
         )
-    return parse_tokens(text, option)
+    return parse_kept_tokens(text, option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,4 +104,4 @@ class ChatOptions(GenerationOptions):
     @property
     def run(self) -> str:
         """Return the function that does the work, as ``module:function``."""
-        return "kvkeep.cli.chat_sessions:show" if self.list_ else "kvkeep.cli.chat_run:serve"
+        return "kvkeep.cli.chat_list:show" if self.list_ else "kvkeep.cli.chat_run:serve"

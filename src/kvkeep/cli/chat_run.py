@@ -90,11 +90,12 @@ def _help(talk: ChatSession) -> None:
                 "1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
-                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; clear what was typed",
+                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; twice, stop the reading of "
+                "a message; clear what was typed",
                 "Alt-Enter": "begin a new line of the message; a paste is one message, too",
                 '"""': "on a line of its own: begin a message of several lines, and end it",
                 "arrow keys": "earlier messages",
-                "while it answers": "what is typed waits for the answer's end, and is then at the prompt",
+                "while it answers": "what is typed waits for the answer's end; lines that end with Enter are then sent",
             }
         )
     )
@@ -221,6 +222,8 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
     check_folders(request.adapter)
+    if request.session is not None and request.model is None and memory is None:
+        console.note(f"{place.name} is a new conversation, with {title_of(None)}: no MODEL was given")
     console.progress(f"loading {title_of(request.model)} …")
     checkpoint = find_model(request, memory)
     if request.system is not None:

@@ -79,13 +79,16 @@ def _prepared(name: str) -> dict[str, str]:
     Raises:
         KVKeepError: the model cannot be loaded.
     """
-    with fast_imports():
-        from kvkeep.models import prepare, quantized_weights
-        from kvkeep.models.load import load, quiet
+    said = f"loading {name} …"
+    console.progress(said)
+    with console.Heartbeat.working(lambda: said):
+        with fast_imports():
+            from kvkeep.models import prepare, quantized_weights
+            from kvkeep.models.load import load, quiet
 
-    with quiet():
-        model, _ = load(name)
-    return {"weights": quantized_weights.describe(model), "decode_steps": prepare.describe(model)}
+        with quiet():
+            model, _ = load(name)
+        return {"weights": quantized_weights.describe(model), "decode_steps": prepare.describe(model)}
 
 
 def _version(package: str) -> str | None:

@@ -26,7 +26,7 @@ from kvkeep.cli import console
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
 from kvkeep.cli.loading import check_weights, source_of, writer_of
-from kvkeep.cli.progress import ProgressBar
+from kvkeep.cli.progress import ProgressBar, reading
 from kvkeep.config import NAME, Config
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.budget_guard import levels
@@ -40,7 +40,7 @@ from kvkeep.models.adapters import check_folders, merged_into
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, process_group, quiet, watched
+from kvkeep.models.load import embedded, find, process_group, quiet
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
@@ -656,9 +656,6 @@ def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str,
     }
 
 
-_LONG_PROMPT = 512
-"""Fewest tokens of a prompt that is read under a progress bar; shorter ones are mostly read in a moment."""
-
 # The work of ``kvkeep generate`` for one prompt, which the engine runs as a batch of one.
 #
 # Bad input is refused before weights are read. Importing this module imports torch and transformers.
@@ -719,7 +716,7 @@ def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object
     """
     result, prompt_tokens = None, 0 if isinstance(asked.prompt, str) or asked.prompt is None else len(asked.prompt)
     with ExitStack() as held:
-        _show_reading(held, engine, prompt_tokens)
+        held.enter_context(reading(engine.model, prompt_tokens))
         most = asked.sampling.max_new_tokens
         writing = ProgressBar("text", "bar", "percent", "bare left", text="writing", total=most)
         for number, event in enumerate(engine.stream(asked)):
@@ -744,21 +741,6 @@ def _is_text_seen() -> bool:
         return sys.stdout.isatty() or os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):  # a stream without a file
         return False
-
-
-def _show_reading(held: ExitStack, engine: Engine, tokens: int) -> None:
-    """Show how much of a long prompt is read, until the stack is closed; of others, only that they are read."""
-    if tokens < _LONG_PROMPT:
-        held.enter_context(console.Heartbeat.working(lambda: "reading the prompt …"))  # a large model may be slow
-        return
-    bar = ProgressBar(
-        *("spinner", "text", "wide bar", "percent", "note", "bare left"),
-        text="reading",
-        note=console.count(tokens, "token"),
-        total=tokens,
-    )
-    held.enter_context(bar)
-    held.enter_context(watched(engine.model, bar.advance))
 
 
 def _ignore(piece: str) -> None:

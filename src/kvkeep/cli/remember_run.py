@@ -18,7 +18,7 @@ from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, with_source, writer_of
 from kvkeep.cli.options import adapter_words
-from kvkeep.cli.progress import ProgressBar
+from kvkeep.cli.progress import reading
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.engine import Engine
@@ -27,7 +27,7 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet, watched
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
@@ -96,7 +96,7 @@ def _serve(request: RememberOptions) -> None:
     )
     start = time.perf_counter()
     named = next(iter(engine.adapters), None)  # quantised weights, into which nothing is merged
-    with engine.session(adapter=named) as session, _bar(len(text.ids)) as bar, watched(writer.model, bar.advance):
+    with engine.session(adapter=named) as session, reading(writer.model, len(text.ids)):
         result = session.read(text.ids)
         snapshot = with_source(noted(session.snapshot(), text.opening), request.model)
     seconds = time.perf_counter() - start
@@ -125,12 +125,6 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
             "tokens their rank in the memory instead."
         )
     return _Text(ids, opening, policy, budget, mode)
-
-
-def _bar(tokens: int) -> ProgressBar:
-    """Return the bar that moves while the model reads."""
-    parts = ("spinner", "text", "wide bar", "percent", "note", "bare left")
-    return ProgressBar(*parts, text="reading", note=console.count(tokens, "token"), total=tokens)
 
 
 def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:

@@ -116,10 +116,11 @@ def _progress() -> Iterator[OnBlock]:
             nonlocal before
             before = progress.units if before is None else before
             at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
+            total = max(progress.expected, progress.units + 1)
             bar.show(
                 progress.units - before,
-                text=f"{console.visible(at)[:room]}, {progress.units} documents read",
-                total=max(progress.expected, progress.units + 1) - before,
+                text=f"{console.visible(at)[:room]}, {progress.units} of about {total} documents read",
+                total=total - before,
                 at_once=True,
             )
 

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.engine.grammar_rules import endless_rule
 from kvkeep.engine.request import NAMES, Request, Structure
 from kvkeep.errors import InputError, KVKeepError, pip_install
 from kvkeep.models.checkpoint import Tokenizer
@@ -138,6 +139,7 @@ _HIDDEN = "\U0010fffd"
 """Stands around the number of a special token in place of its text; no text has this character."""
 _QUOTED = r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*'
 """A text, a regular expression or a comment of a grammar."""
+_WITH_RULES = ("grammar", "lark")
 _LONGEST = 160
 _MOST_TRIED = 200
 """Grammars that one process tries, since its memory fills up."""
@@ -292,6 +294,13 @@ class Grammars:
         if "error" in found:
             raise FormError(f"The {what} cannot be used: {_shown(found['error'])}.")
         grammar: str = found["grammar"]
+        if asked.kind in _WITH_RULES and (rule := endless_rule(grammar)) is not None:
+            # GBNF calls Lark's first rule root
+            name = "root" if rule == "start" and rule not in asked.text else rule
+            raise FormError(
+                f"The {what} cannot be used: its rule {name:.60} has no text that ends, as each of its alternatives "
+                "leads back to it or to another such rule. Give it one that does not."
+            )
         return grammar
 
     def _by_ids(self, asked: Structure) -> str:
@@ -299,7 +308,7 @@ class Grammars:
         ids.
         """
         ids = {name: token for token, name in special_texts(self._tokenizer)}
-        if asked.kind not in ("grammar", "lark") or not ids:
+        if asked.kind not in _WITH_RULES or not ids:
             return asked.text
         names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
         return re.sub(

@@ -52,6 +52,12 @@ _SCHEMA = '{"type": "object"}'
 # Values that end: the grammar engine compiles a schema whose values hold themselves, and fails within the answer.
 
 
+def has_values(schema: object) -> bool:
+    """Return whether some value that follows a schema ends, as far as is known of its references to itself."""
+    references = _References(schema)
+    return not references.endless or references.may_end(schema)
+
+
 def _with_ends(schema: Any) -> Any:
     """Return a schema without the branches that recurse for ever, for example a node that must hold a node; ``False``
     if every branch does.

@@ -147,12 +147,12 @@ def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequenc
 
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
+    """Return a table per case of recall in which ``full`` is right at all: the share of its answers that stays."""
     tables = []
     for case, rows_of_case in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in rows_of_case if is_reference(row))
         others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
-        if full and others:
+        if any(full.values()) and others:  # of no right answer none can stay
             tables.append(_share_table(case, others, full))
     return tables
 

@@ -18,8 +18,9 @@ from typing import Any
 from huggingface_hub import constants, get_session, list_repo_files, snapshot_download
 from huggingface_hub import errors as hub
 from huggingface_hub.utils._validators import validate_repo_id
+from safetensors import safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
@@ -29,6 +30,7 @@ from kvkeep.models.folder import (
     ADAPTER_CONFIG,
     PICKLES,
     SAFE,
+    beside,
     existing,
     hub_parts,
     is_gguf_file,
@@ -290,7 +292,8 @@ def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
-            return ModelFileError((_FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text).format(name=name))
+            said = _FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text
+            return ModelFileError(said.format(name=name) + (beside(name) if "neither" in said else ""))
     if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
         return ModelFileError(refusal(f"The weights of {name}"))
     line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
@@ -357,7 +360,7 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
         path = optional(name, file)
         if path is None:
             continue
-        for shard in _shards(path):
+        for shard in _shards(_weight_map(path)):
             if not shard.endswith(SAFE) and not allow_pickle:
                 raise ModelFileError(refusal(f"The weights of {name} ({shard!r:.80}, named by {path.name})"))
             if not _is_inside(path.parent, shard):
@@ -387,8 +390,35 @@ def check_size(name: str, parameters: int) -> None:
         )
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the names of the weight files in an index.
+def check_shards(name: str, config: PreTrainedConfig) -> None:
+    """Refuse weights with a tensor in two files, if the index gives it to another one than the last.
+
+    transformers takes each tensor from the last file that has it, whatever the index says. The files have been read, so
+    those of the hub are in the cache.
+
+    Raises:
+        ModelFileError: there is such a tensor.
+    """
+    index = optional(name, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None or optional(name, SAFE_WEIGHTS_NAME) or getattr(config, "transformers_weights", None):
+        return  # all tensors came from one file
+    given, last = _weight_map(index), dict[str, str]()
+    for shard in filter(lambda shard: shard.endswith(SAFE), _shards(given)):
+        path = optional(name, shard)
+        assert path is not None  # it has been read
+        with safe_open(path, framework="pt") as file:
+            here = list(file.keys())
+        for tensor in here:
+            if tensor in last and given.get(tensor) == last[tensor]:
+                raise ModelFileError(
+                    f"{name}: The tensor {tensor!r:.120} is in {last[tensor]!r:.80} and again in {shard!r:.80}, and "
+                    f"by {index.name} only the first is the model's. Remove the other, or download the model again."
+                )
+            last[tensor] = shard
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor in an index.
 
     Raises:
         ModelFileError: the file is not an index of weights.
@@ -402,7 +432,12 @@ def _shards(index: Path) -> list[str]:
         raise ModelFileError(f"{index} does not map tensors to files (weight_map). Download the model again.")
     if not isinstance(found.get("metadata", {}), dict):
         raise ModelFileError(f"{index} has metadata that are no JSON object. Download the model again.")
-    return sorted(set(names.values()))
+    return names
+
+
+def _shards(given: dict[str, str]) -> list[str]:
+    """Return the names of the weight files in an index, in the order in which transformers reads them."""
+    return sorted(set(given.values()))
 
 
 def _is_inside(folder: Path, shard: str) -> bool:

@@ -5,6 +5,7 @@ A folder cannot be trusted: its files may be pipes that never end. Nothing here 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
@@ -82,8 +83,19 @@ def existing(name: str) -> Path | None:
     repository, file = hub_parts(name)
     is_file = not file and name.endswith(GGUF_SUFFIX)
     if is_file or name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
-        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.")
+        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.{beside(name)}")
     return None
+
+
+def beside(name: str) -> str:
+    """Return a question for a file or folder that is there and has nearly this name; empty if there is none."""
+    path = in_full(name)
+    try:
+        names = [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f" Did you mean {Path(name).with_name(close[0])}?" if close else ""
 
 
 def hub_parts(name: str) -> tuple[str, str]:

@@ -44,6 +44,7 @@ from kvkeep.models.files import (
     check_index,
     check_numbers,
     check_shape,
+    check_shards,
     check_size,
     explained,
     is_gguf,
@@ -211,6 +212,8 @@ def _read(
             **quantisation,
         )
     _check_complete(checkpoint.name, report)
+    with explained(checkpoint.name, "Its weights cannot be read"):
+        check_shards(checkpoint.name, checkpoint.config)
     _check_left_over(checkpoint.name, model, sorted(report["unexpected_keys"]))
     return model
 

@@ -331,7 +331,10 @@ def plan(  # noqa: PLR0913  each decides about bytes
     kinds = [parse_dtype(text) for text in (dtype, weights_dtype or dtype)]
     _check_tokens(context=context, prefill_chunk=prefill_chunk)
     _check_machine(rows, host_rows, memory, weights_memory, bandwidth)
-    found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
+    if model is None:
+        found = replace(outline(embedded()), name="embedded")  # not a path inside the package
+    else:
+        found = model if isinstance(model, Outline) else outline(model)
     length = _context(found, context)
     own = found.dtype or torch.float32
     setting = Setting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -143,15 +144,20 @@ def use_threads() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
 
 
+_IN_PATH = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
 def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | None = None) -> None:
-    """Add a route. The schema of its body, if it has one, is shown in the OpenAPI document."""
-    extra: dict[str, Any] = {}
+    """Add a route. The OpenAPI document shows the parameters of its path and the schema of its body, if it has one."""
+    # said here, since a route of kvkeep reads its request itself
+    named = re.findall(r"{(\w+)", path)
+    extra: dict[str, Any] = {"parameters": [{**_IN_PATH, "name": name} for name in named]} if named else {}
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         for name, part in schema.pop("$defs", {}).items():
             # FastAPI does not put these definitions into the components of the document, where references lead
             schema = _inlined(schema, name, part)
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
     if method == "GET":  # load balancers ask for the status alone
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)

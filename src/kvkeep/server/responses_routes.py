@@ -410,7 +410,8 @@ class ResponseStream:
         new = len(result.token_ids)
         usage = {
             "input_tokens": result.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": result.cached_tokens},
+            # strict clients require every count; what a prompt leaves for later ones is not told apart here
+            "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": new,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": result.prompt_tokens + new,

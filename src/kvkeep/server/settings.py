@@ -180,7 +180,8 @@ class ServerSettings:
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter in the model name that a client asks for; ``None`` for the base model.
 
-        A model of a folder or a hub's organisation answers to the last part of its name, too.
+        A model of a folder or a hub's organisation answers to the last part of its name, too, and that of a GGUF file
+        to the last part without ``.gguf``.
 
         Args:
             model: the name in a body; ``None``: it names none.
@@ -190,7 +191,7 @@ class ServerSettings:
         """
         if model is None:
             return None
-        for name in (self.name, self.short_name):
+        for name in (self.name, self.short_name, self.short_name.removesuffix(".gguf")):
             if model == name:
                 return None
             for adapter in self.adapters:

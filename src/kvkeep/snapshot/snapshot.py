@@ -209,7 +209,7 @@ def explained(source: Path) -> Iterator[None]:
         yield
     except NotASnapshotError as error:
         raise SnapshotError(
-            f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
+            f"{source} is no snapshot that can be used: {error}. Give a file of kvkeep remember or Snapshot.save."
         ) from error
     except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -70,7 +70,7 @@ class QuickDefaults:
     limits: Limits
 
 
-QUICK = QuickDefaults(384, 6, 3, (0.1, 0.3, 0.7), Limits(questions=24, windows=4, apart=False))
+QUICK = QuickDefaults(256, 6, 3, (0.1, 0.3, 0.7), Limits(questions=24, windows=4, apart=False))
 """A table in about a minute, of a model with 135 million parameters on two cores."""
 
 

@@ -140,9 +140,9 @@ def failure(result: TuneResult) -> str:
     found = result.found.confirmed[best]
     confidence = " with 95 % confidence" if result.promises else ""
     return (
-        f"No budget keeps {result.target:.4g} of the full cache's quality{confidence}. The best was {best}: "
-        f"{_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions (`limit`) or "
-        "larger `budgets`, or keep the full cache."
+        f"No budget keeps {100 * result.target:.4g} % of the full cache's quality{confidence}. The best finalist was "
+        f"{best}: {_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions "
+        "(`limit`) or larger `budgets`, or keep the full cache."
     )
 
 
