@@ -28,10 +28,12 @@ from kvkeep.models.fused_modules import (
     FusedGate,
     FusedLinear,
     FusedNorm,
+    GateParts,
     Trials,
     alike,
     described,
     epsilon_of,
+    gate_parts,
     has_global_hooks,
     has_own_forward,
     is_as_tried,
@@ -51,21 +53,25 @@ _NORMED = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedfo
 """The same in models that norm first what they add, and the norms of that: of attention, of the feed-forward layer."""
 
 _KINDS = {frozenset((*_PARTS, *norms)): norms for norms in (_PLAIN, _NORMED)}
-_LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_PROJECTIONS, _JOINED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 
 
 class FusedParts(NamedTuple):
-    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
+    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none.
+
+    ``qkv`` are the layers of query, key and value, or parts of one that joins them. ``linear`` are all linear modules.
+    """
 
     attention: Any
     first: FusedNorm
-    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    qkv: Sequence[nn.Linear | layer_ops.Linear]
     heads: tuple[FusedNorm | None, FusedNorm | None]
     output: nn.Linear
     second: FusedNorm
-    gated: tuple[nn.Linear, nn.Linear, nn.Linear]
+    gated: GateParts
     feed: FusedGate
     added: tuple[FusedNorm | None, FusedNorm | None]
+    linear: tuple[nn.Linear, ...]
 
     def norms(self) -> list[FusedNorm]:
         """Return all norms."""
@@ -74,37 +80,55 @@ class FusedParts(NamedTuple):
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
     """Return the parts of a layer that can be fused; ``None`` if one is missing, is not fused, or has hooks."""
-    own: dict[str, Any] = layer._modules
+    own: dict[str, Any] = {name: part for name, part in layer._modules.items() if not _is_idle(part)}
     if (names := _KINDS.get(frozenset(own))) is None:
         return None
     attention, feed, first = (own[name] for name in _PARTS)
     second, *added = (own[name] for name in names)
     of_attention: dict[str, Any] = attention._modules
-    of_feed: dict[str, Any] = feed._modules
     heads = of_attention.get("q_norm"), of_attention.get("k_norm")
-    linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
-    gated: list[Any] = [of_feed.get(name) for name in _GATED]
     if not isinstance(feed, FusedGate) or not all(isinstance(norm, FusedNorm) for norm in (first, second, *added)):
         return None
     for norm in heads:
         if norm is not None and not isinstance(norm, FusedNorm):
             return None
-    for projection in (*linear, *gated):
-        if type(projection) is not FusedLinear:  # a subclass may have a `forward` of its own
-            return None
-    if not all(map(_is_usable, (*own.values(), *of_attention.values(), *of_feed.values()))):
+    modules, gated = _projections(of_attention), gate_parts(feed)
+    if gated is None or any(type(module) is not FusedLinear for module in modules):
+        return None  # a subclass may have a `forward` of its own
+    if not all(map(_is_usable, (*layer._modules.values(), *of_attention.values(), *feed._modules.values()))):
+        return None
+    *projections, output = modules
+    if (qkv := projections if len(projections) > 1 else _split(projections[0], output)) is None:
         return None
     return FusedParts(
         attention,
         first,
-        (linear[0], linear[1], linear[2]),
+        qkv,
         heads,
-        linear[3],
+        output,
         second,
-        (gated[0], gated[1], gated[2]),
+        gated,
         feed,
         (added[0], added[1]) if added else (None, None),
+        (*modules, *gated.modules),
     )
+
+
+def _projections(of_attention: dict[str, Any]) -> list[Any]:
+    """Return the projections of an attention: of query, key and value, or the one that joins them, and the output's."""
+    joined = of_attention.get(_JOINED)
+    return [*(map(of_attention.get, _PROJECTIONS) if joined is None else [joined]), of_attention.get("o_proj")]
+
+
+def _split(joined: nn.Linear, output: nn.Linear) -> list[layer_ops.Linear] | None:
+    """Return the parts of a projection that puts out the query, then the key, then the value, of equal length."""
+    rest = joined.out_features - output.in_features
+    return layer_ops.split(joined, [output.in_features, rest // 2, rest // 2]) if rest > 0 else None
+
+
+def _is_idle(part: nn.Module | None) -> bool:
+    """Return whether a part of a layer does nothing: dropout outside of training."""
+    return type(part) is nn.Dropout and not part.training
 
 
 def _is_usable(part: nn.Module | None) -> bool:
@@ -131,7 +155,8 @@ class FusedCalls:
         heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
         self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, rotary_dim)
         feed, second = parts.feed._activation, _norm(parts.second)
-        self.behind = layer_ops.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
+        gate, up, down = parts.gated[1:]
+        self.behind = layer_ops.Behind(parts.output, second, gate, up, down, added=added, activation=feed)
         self.rotary_dim = rotary_dim
         owners = (layer, parts.attention, parts.feed)
         modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
@@ -146,6 +171,7 @@ class FusedCalls:
         names_of: list[tuple[nn.Module | None, str]] = [
             (norm, name) for norm in parts.norms() for name in EPSILON if name in vars(norm)
         ]
+        names_of += [(part, "training") for part in modules if type(part) is nn.Dropout]
         for owner in (layer, parts.feed):
             tried = vars(owner).get("as_tried", ())
             names_of += [(owner._modules[child] if child else owner, name) for child, name, _ in tried if name]
@@ -349,9 +375,7 @@ def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
     """Return whether a layer has no weights besides those of its parts: others could change after the trial."""
-    known = {
-        id(weight) for part in (*parts.norms(), *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()
-    }
+    known = {id(weight) for part in (*parts.norms(), *parts.linear) for weight in part.parameters()}
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from kvkeep.backends import choose, layer_ops
@@ -84,21 +85,51 @@ class FusedLinear(nn.Linear):
         return super().forward(input) if wide is None else wide
 
 
-class FusedGate(nn.Module):
-    """Mixed into a feed-forward layer with a gate: one call for its three products."""
+class GateParts(NamedTuple):
+    """The linear layers of a feed-forward layer with a gate.
 
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+    Attributes:
+        modules: its modules, of which one may be both gate and up.
+        gate: goes through the activation.
+        up: what the gate is multiplied with.
+        down: takes the products.
+    """
+
+    modules: tuple[nn.Linear, ...]
+    gate: nn.Linear | layer_ops.Linear
+    up: nn.Linear | layer_ops.Linear
+    down: nn.Linear
+
+
+def gate_parts(module: nn.Module) -> GateParts | None:
+    """Return the linear layers of a feed-forward layer with a gate, if they are fused ones; ``None`` otherwise.
+
+    Gate and up may be joined: the first half of the outputs is the gate then.
+    """
+    own: dict[str, Any] = module._modules
+    joined, down = own.get("gate_up_proj"), own.get("down_proj")
+    modules = (own.get("gate_proj"), own.get("up_proj"), down) if joined is None else (joined, down)
+    linear = tuple(layer for layer in modules if type(layer) is FusedLinear)
+    if len(linear) < len(modules):  # a subclass may have a `forward` of its own
+        return None
+    halves = linear[:2] if joined is None else layer_ops.split(joined, 2 * [joined.out_features // 2])
+    return None if halves is None else GateParts(linear, halves[0], halves[1], linear[-1])
+
+
+class FusedGate(nn.Module):
+    """Mixed into a feed-forward layer with a gate: one call for its products."""
+
     _activation: int
     as_tried: Described
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where it can compute it."""
-        out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
-        whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children())) and is_as_tried(self)
-        if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
-            out = layer_ops.gated(args[0], *parts, self._activation)
+        out = None
+        # in training it may drop some of its output
+        if len(args) == 1 and not (kwargs or self.training or any(map(is_heard, self.children()))):
+            parts = gate_parts(self) if is_as_tried(self) else None
+            if parts is not None:
+                out = layer_ops.gated(args[0], parts.gate, parts.up, parts.down, self._activation)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -123,11 +154,6 @@ EPSILON = ("variance_epsilon", "eps")
 def epsilon_of(norm: nn.Module) -> object:
     """Return what a norm adds to the mean of the squares; ``None`` if it does not say."""
     return next((vars(norm)[name] for name in EPSILON if name in vars(norm)), None)
-
-
-def is_bare(layer: nn.Module) -> bool:
-    """Return whether a fused layer still has its class, and has no hook and no other ``forward``."""
-    return type(layer) is FusedLinear and not is_heard(layer)
 
 
 TRIAL: ContextVar[bool] = ContextVar("TRIAL", default=False)
@@ -246,7 +272,7 @@ def agrees(
     weight: Tensor,
     width: int,
     kernel: Callable[[Tensor], Tensor | None],
-    reach: Sequence[nn.Linear] = (),
+    reach: Sequence[nn.Linear | layer_ops.Linear] = (),
 ) -> bool:
     """Return whether the kernel gives the outputs of a module on random numbers of several sizes, up to rounding.
 
@@ -256,7 +282,7 @@ def agrees(
     draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
     x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
     for layer, row in zip(reach, x[len(SCALES) :], strict=True):
-        most = layer(row.to(weight.dtype)).abs().max().float()
+        most = linear(row.to(weight.dtype), layer.weight, layer.bias).abs().max().float()
         scales = torch.cat((scales, (LARGE / most)[None]))
     x = x * scales[:, None, None]
     try:

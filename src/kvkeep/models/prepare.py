@@ -26,6 +26,7 @@ from kvkeep.models.fused_modules import (
     epsilon_of,
     fusable,
     fuse_linear,
+    gate_parts,
     is_kernels,
     is_still,
     mixed,
@@ -182,9 +183,9 @@ def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
 
 def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
     """Fuse a module if it is a gated feed-forward layer with SiLU or GELU. Return whether it was fused."""
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
+    if (parts := gate_parts(module)) is None:
         return False
+    _, gate, up, down = parts
 
     def agrees_with(activation: int) -> bool:
         kernel = functools.partial(layer_ops.gated, gate=gate, up=up, down=down, activation=activation)

@@ -7,10 +7,13 @@ with a package for each format. What is missing is said before weights are read.
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -206,8 +209,34 @@ class _Pack(ConversionOps):
         if self._bits is not None and not isinstance(weight, QuantizedTensor):
             module = model.get_submodule(full_layer_name.rpartition(".")[0])
             is_table = isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
-            weight = QuantizedTensor.quantize(weight, 8 if is_table else self._bits)
+            weight = QuantizedTensor.quantize(weight, 8 if is_table else self._bits, _let_go)
         return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
+
+
+def _let_go(weight: Tensor) -> None:
+    """Let pages of a checkpoint that were mapped to read a part of a weight leave this process's memory.
+
+    Else the peak would be that of all plain weights. Nothing is lost: the pages hold what the file holds, from which
+    they come again if somebody asks. Memory that is no such mapping stays, as does everything without ``/proc``.
+    """
+    page = mmap.PAGESIZE
+    begin, end = -(-weight.data_ptr() // page) * page, (weight.data_ptr() + weight.nbytes) // page * page
+    if weight.is_cpu and begin < end and _is_mapped(begin, end):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _is_mapped(begin: int, end: int) -> bool:
+    """Return whether addresses belong to a file that is mapped. Memory that is none has the inode 0."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        addresses, _rights, _offset, _device, inode = line.split()[:5]
+        low, high = (int(address, 16) for address in addresses.split("-"))
+        if low <= begin and end <= high:
+            return inode != "0"
+    return False
 
 
 def kept_packed() -> dict[str, Any]:

@@ -43,5 +43,9 @@ def builtin_summary(name: str) -> str:
 
     It is the first line of the docstring in its file, which is read as text: importing a policy imports torch.
     """
-    source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return (ast.get_docstring(builtin_source(name)) or "").partition("\n")[0]
+
+
+def builtin_source(module: str) -> ast.Module:
+    """Return the code of a module of this package, without importing it."""
+    return ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))

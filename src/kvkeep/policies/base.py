@@ -242,6 +242,12 @@ def option(default: _T, text: str, *, within: tuple[int | float, int | float] = 
     return value
 
 
+@functools.cache
+def kinds_of(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the types of a policy's options by name. Resolving annotations takes a millisecond, so they are kept."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy(Abilities, abc.ABC):
     """A score per slot. Concrete policies are frozen, keyword-only dataclasses of options, and final.
@@ -267,7 +273,7 @@ class Policy(Abilities, abc.ABC):
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        kinds = typing.get_type_hints(type(self))
+        kinds = kinds_of(type(self))
         for entry in dataclasses.fields(self):
             value, kind = getattr(self, entry.name), kinds[entry.name]
             if not _is_a(value, kind):

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 
 from kvkeep.errors import PolicyError, closest, one_line
 from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, kinds_of
 
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
 _REFERRED: dict[type[Policy], str] = {}
@@ -179,7 +179,7 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
     Raises:
         PolicyError: unknown option, or a value of the wrong kind.
     """
-    kinds = typing.get_type_hints(cls)
+    kinds = kinds_of(cls)
     known = [field.name for field in dataclasses.fields(cls)]
     values: dict[str, object] = {}
     for item in filter(None, (part.strip() for part in tail.split(","))):
