@@ -243,8 +243,9 @@ class Blocks:
                 continue
             if any(isinstance(copy.budget, tuple) for copy in mine):
                 raise BudgetError(
-                    f"The memory has a budget for each KV head, and under {policy} all heads of a layer have the same. "
-                    "Use the policy that the memory was made under, or read the text again."
+                    f"The memory has a budget for each KV head, and here, under {policy}, all heads of a layer "
+                    "have the same. Use the policy and the rule for heads that the memory was made under, with a model "
+                    "that is not split over processes, or read the text again."
                 )
             check_rows(block, mine)
 
