@@ -103,12 +103,16 @@ def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
 
 # Keys and values in 8 or 4 bits per number: the codes, and slots that hold them.
 #
-# Each token has one scale for a group of channels, so that a slot is overwritten in place without a look at its
-# neighbours. Keys are multiplied with a Hadamard matrix before they are coded. It spreads a channel that is much larger
-# than the others over its whole block. ``docs/quantised.md`` says why, and draws the layout.
+# Each token has one scale (at 4 bits and one offset) for a group of channels, so that a slot is overwritten in place
+# without a look at its neighbours. Keys are multiplied with a Hadamard matrix before they are coded. It spreads a
+# channel that is much larger than the others over its whole block. ``docs/quantised.md`` says why, and draws the
+# layout.
 
-GREATEST = {8: 127, 4: 7}
-"""The greatest code by number of bits. The least is its negative."""
+CODES = {8: (-127, 127), 4: (0, 15)}
+"""The least and the greatest code by number of bits."""
+
+HALVES = {8: 1, 4: 2}
+"""Numbers in float16 that a group of channels has by number of bits: its scale, and at 4 bits its offset."""
 
 NUMBERS = {8: torch.int8, 4: torch.uint8}
 """The dtype of a vector's numbers."""
@@ -116,28 +120,32 @@ NUMBERS = {8: torch.int8, 4: torch.uint8}
 KV_BITS = {"8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
 """Bits of a key's numbers and of a value's, by the name of the setting."""
 
-_LARGEST_SCALE = torch.finfo(torch.float16).max
+_LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class Codes(NamedTuple):
-    """Vectors as whole numbers and scales: channel = number * scale of its group.
+    """Vectors as whole numbers: channel = number * scale, and at 4 bits + offset, both of the channel's group.
 
     Attributes:
         numbers: at 8 bits one number per channel. At 4 bits two numbers, 0 to 15, per byte: byte ``i`` of a group of
-            ``g`` channels holds channel ``i`` in its low half and channel ``g / 2 + i`` in its high half, each with 8
-            added to it.
-        scales: one per group of channels.
+            ``g`` channels holds channel ``i`` in its low half and channel ``g / 2 + i`` in its high half.
+        scales: the scale of each group of channels; at 4 bits its offset follows it.
         bits: 8 or 4.
     """
 
     numbers: Int8[Tensor, "B Hk S D"] | UInt8[Tensor, "B Hk S half_D"]
-    scales: Float[Tensor, "B Hk S groups"]
+    scales: Float[Tensor, "B Hk S halves"]
     bits: int
 
     @property
     def dim(self) -> int:
         """Return the number of channels of a vector."""
         return self.numbers.shape[-1] * (8 // self.bits)
+
+    @property
+    def group(self) -> int:
+        """Return the number of channels that share a scale."""
+        return self.dim * HALVES[self.bits] // self.scales.shape[-1]
 
 
 def check_bits(kv_bits: object) -> str | None:
@@ -178,34 +186,40 @@ def group_size(dim: int) -> int:
     return next((size for size in (64, 32) if dim % size == 0), dim)
 
 
-def groups(dim: int) -> int:
-    """Return the number of scales that a vector of ``dim`` channels has."""
-    return dim // group_size(dim)
+def scale_halves(dim: int, bits: int) -> int:
+    """Return how many numbers in float16 a vector of ``dim`` channels has beside its codes, see `HALVES`."""
+    return dim // group_size(dim) * HALVES[bits]
 
 
 def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
     """Quantize vectors in groups of channels. A group that holds NaN or an infinity becomes zeros.
 
-    In float32: ``scale = float16(max |x| / greatest)``, at most the largest finite float16, and ``code = round(x /
-    scale)`` with halves to even, at most the greatest. A scale of 0 has codes 0.
+    In float32: at 8 bits ``scale = float16(max |x| / 127)`` and the offset is 0. At 4 bits ``offset = float16(min x)``
+    and ``scale = float16((max x - offset) / 15)``. Both are limited to finite float16, and a scale is never negative.
+    ``code = round((x - offset) / scale)`` with halves to even, limited to the least and the greatest code. A scale of 0
+    has codes 0.
 
     Args:
         x: vectors. At 4 bits their length must be even.
         bits: 8 or 4.
     """
-    dim, greatest = x.shape[-1], GREATEST[bits]
-    grouped = x.float().unflatten(-1, (-1, group_size(dim)))
-    largest: Tensor = grouped.abs().amax(dim=-1, keepdim=True)  # NaN if any channel is
-    scales = (largest / greatest).clamp(max=_LARGEST_SCALE).half()
-    scales = scales.masked_fill(~largest.isfinite(), 0.0)
+    (least, greatest), grouped = CODES[bits], x.float().unflatten(-1, (-1, group_size(x.shape[-1])))
+    grouped = grouped.masked_fill(~grouped.isfinite().all(dim=-1, keepdim=True), 0.0)
+    if bits == 8:
+        offsets, spread = None, grouped.abs().amax(dim=-1, keepdim=True)
+    else:
+        # - 0.0 + 0.0 = 0.0: the offset of a group of zeros has one sign
+        offsets = (grouped.amin(dim=-1, keepdim=True) + 0.0).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+        spread = grouped.amax(dim=-1, keepdim=True) - offsets.float()
+        grouped = grouped - offsets.float()
+    scales = (spread / greatest).clamp(0.0, _LARGEST_HALF).half()
     # 0 / 0 in a group of zeros, and in one that cannot be coded
     # clamped, since half precision may have rounded a scale down
-    numbers = (grouped / scales.float()).round().clamp(-greatest, greatest).masked_fill(scales == 0, 0.0)
-    if bits == 4:
-        # two numbers in a byte, stored without their sign
-        low, high = (numbers + 8).to(torch.uint8).chunk(2, dim=-1)
-        return Codes((low | (high << 4)).flatten(-2), scales.squeeze(-1), bits)
-    return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
+    numbers = (grouped / scales.float()).round().clamp(least, greatest).masked_fill(scales == 0, 0.0)
+    if offsets is None:
+        return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
+    low, high = numbers.to(torch.uint8).chunk(2, dim=-1)
+    return Codes((low | (high << 4)).flatten(-2), torch.cat([scales, offsets], dim=-1).flatten(-2), bits)
 
 
 def encode_keys(keys: Float[Tensor, "*B D"], bits: int) -> Codes:
@@ -215,10 +229,12 @@ def encode_keys(keys: Float[Tensor, "*B D"], bits: int) -> Codes:
 
 def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
     """Return quantized vectors in a dtype, computed in float32."""
-    numbers = codes.numbers.unflatten(-1, (codes.scales.shape[-1], -1))
-    if codes.bits == 4:
-        numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1).to(torch.int8) - 8
-    return _finite((numbers * codes.scales.float()[..., None]).flatten(-2), dtype)
+    halves = codes.scales.float().unflatten(-1, (-1, HALVES[codes.bits]))
+    numbers = codes.numbers.unflatten(-1, (halves.shape[-2], -1))
+    if codes.bits == 8:
+        return _finite((numbers * halves).flatten(-2), dtype)
+    numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1)
+    return _finite((numbers * halves[..., :1] + halves[..., 1:]).flatten(-2), dtype)
 
 
 def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
@@ -226,7 +242,7 @@ def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D
 
     In float16, what rounding has made too large becomes the largest finite number.
     """
-    return x.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(dtype) if dtype == torch.float16 else x.to(dtype)
+    return x.clamp(-_LARGEST_HALF, _LARGEST_HALF).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def hadamard(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
@@ -273,7 +289,7 @@ def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
     """
     *rows, _, dim = like.shape
     check_dim(dim, bits)
-    scales = like.new_zeros((*rows, slots, groups(dim)), dtype=torch.float16)
+    scales = like.new_zeros((*rows, slots, scale_halves(dim, bits)), dtype=torch.float16)
     return Codes(like.new_zeros((*rows, slots, dim * bits // 8), dtype=NUMBERS[bits]), scales, bits)
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvkeep.budget import Number
 from kvkeep.errors import UnsupportedOperationError
-from kvkeep.kv.slot_codec import KV_BITS, check_dim, groups
+from kvkeep.kv.slot_codec import KV_BITS, check_dim, scale_halves
 
 # Bytes of keys, values and what lies beside them, from the shapes of a model's layers.
 #
 # ``docs/layouts.md`` draws the tensors behind the formulas.
 
-_SCALE = 2
+_HALF = 2
 """Bytes of the scale of a group of codes."""
 
 _POSITION = 4
@@ -66,7 +66,7 @@ class LayerShape:
         pairs = list(zip((self.key_dim, self.value_dim), KV_BITS[kv_bits], strict=True))
         for dim, bits in pairs:
             check_dim(dim, bits)
-        return self.kv_heads * sum(dim * bits // 8 + _SCALE * groups(dim) for dim, bits in pairs)
+        return self.kv_heads * sum(dim * bits // 8 + _HALF * scale_halves(dim, bits) for dim, bits in pairs)
 
     def widened_bytes(self, itemsize: int) -> int:
         """Return the bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.kv.row_copy import RowCopy
-from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
+from kvkeep.kv.slot_codec import HALVES, KV_BITS, NUMBERS, scale_halves
 from kvkeep.pins import Span, end, spans
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.contents import Contents, Place, StateCopy
@@ -269,7 +269,9 @@ def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerp
         check(str(entry.dtype) == wanted, f"{shown} has {entry.dtype}, and its fingerprint says {wanted[6:]}")
         if bits is not None:
             found, (n, width) = entries[f"store.{name[:-1]}_scales"], entry.shape
-            shape = (n, groups(width * 8 // bits))
+            shape = (n, scale_halves(width * 8 // bits, bits))
+            earlier = bits == 4 and found.shape == (n, scale_halves(width * 2, bits) // HALVES[bits])
+            check(not earlier, "an earlier version wrote it, whose codes of 4 bits had no offsets; read the text again")
             check((found.dtype, found.shape) == (torch.float16, shape), f"{shown} has not the scales of its {name}")
 
 
@@ -289,8 +291,10 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
     check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
     for name in found.keys() & set(SCALES):
-        whole = found[name].isfinite() & (found[name] >= 0)
-        check(bool(whole.all()), f"{shown} has scales that are negative or no numbers")
+        # offsets, beside the scales of codes of 4 bits, may be negative
+        each = 2 if found[f"{name.removesuffix('_scales')}s"].dtype == NUMBERS[4] else 1
+        whole = found[name].isfinite().all() & (found[name][..., ::each] >= 0).all()
+        check(bool(whole), f"{shown} has scales that are negative or no numbers")
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)

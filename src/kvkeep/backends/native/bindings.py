@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.backends.base import Added, Ring, WantedReport
 from kvkeep.backends.native.build import native
-from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes
+from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Slots
 
@@ -83,13 +83,11 @@ def packed(coding: Coding | None) -> bytes:
     """Pack the coding of keys and values as two structs `Coded` of the kernel; zeros for ``None``."""
     if coding is None:
         return _NONE
-    (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
+    keys, values = coding
     # for each: bits, numbers that share a scale, and where the scales lie
     return _CODED.pack(
-        *(key_bits, keys.shape[-1] * 8 // key_bits // key_scales.shape[-1]),
-        *(key_scales.data_ptr(), *key_scales.stride()[:3]),
-        *(value_bits, values.shape[-1] * 8 // value_bits // value_scales.shape[-1]),
-        *(value_scales.data_ptr(), *value_scales.stride()[:3]),
+        *(keys.bits, keys.group, keys.scales.data_ptr(), *keys.scales.stride()[:3]),
+        *(values.bits, values.group, values.scales.data_ptr(), *values.scales.stride()[:3]),
     )
 
 
@@ -109,8 +107,10 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
     numbers, scales, bits = codes
     if scales.dtype != torch.float16 or numbers.dtype != NUMBERS.get(bits) or numbers.shape != (*slots, dim * bits / 8):
         return False
-    groups = scales.shape[-1]
-    return groups > 0 and scales.shape == (*slots, groups) and dim % groups == 0 and dim // groups * bits % 8 == 0
+    groups, rest = divmod(scales.shape[-1], HALVES[bits])
+    if rest or groups == 0 or scales.shape[:-1] != slots:
+        return False
+    return dim % groups == 0 and dim // groups * bits % 8 == 0
 
 
 # The angles by which the kernel turns unrotated keys to their ranks.

@@ -86,20 +86,21 @@ class CodedHead : Multiplier {
     // Widen the key of a slot, undo the Hadamard matrix, and turn the key to its rank.
     template <class C>
     void turn_key_of(int64_t s, float *to) {
-        const auto *codes = key_rows<C>().at(s);
+        const auto *first = key_rows<C>().at(s);
         const uint16_t *scale = scales(a.key_codes, s);
         const Pairs pairs = keys.pairs;
         const int64_t second = C::BITS == 8 ? W : keys.bytes;  // from a pair's first vector to its second one
         for (int64_t j = 0; j < keys.groups; j++) {
-            const float by = scales_of(scale + j, 0, 1)[0];
+            const Scaling by = scalings_of<C>(scale + j * C::HALVES, 0, 1);
             for (int64_t i = 0; i < pairs.n; i++) {
                 const int64_t begin = pairs.begin(i);
-                const auto *from = codes + j * keys.bytes + begin;
+                const auto *from = first + j * keys.bytes + begin;
                 float *at = vector + j * keys.group + begin;
-                const Pair x = pairs.in_place() ? C::widen(from) : widen<C>(from, pairs.dim);
-                store(at, x.a * by, pairs.in_place() ? W : keys.bytes);
-                if (pairs.in_place() || C::BITS == 4) store(at + second, x.b * by, pairs.in_place() ? W : keys.bytes);
-                else if (keys.bytes > W) store(at + second, x.b * by, keys.bytes - W);
+                const Pair codes = pairs.in_place() ? C::widen(from) : widen<C>(from, pairs.dim);
+                const Pair x = {codes.a * by.scale + by.offset, codes.b * by.scale + by.offset};
+                store(at, x.a, pairs.in_place() ? W : keys.bytes);
+                if (pairs.in_place() || C::BITS == 4) store(at + second, x.b, pairs.in_place() ? W : keys.bytes);
+                else if (keys.bytes > W) store(at + second, x.b, keys.bytes - W);
             }
         }
         hadamard(vector, a.dim);
