@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvkeep.kv.slot_codec import CodedSlots, decode, encode, encode_keys, finite, group_size, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, KeyTransform, decode, encode, finite, group_size, hadamard
 from kvkeep.types import Slots
 
 DIMS = [64, 128, 80, 96, 48, 16, 144, 576]
@@ -138,7 +138,7 @@ def test_copies_in_float16_are_finite_where_the_tokens_were(bits):
     copies = CodedSlots.of(keys, values, torch.zeros(1, 1, 4, dtype=torch.int64), torch.float16)
     assert copies.keys.isfinite().all()
     assert copies.values.isfinite().all()
-    assert copies.rotated().keys.isfinite().all()
+    assert copies.transformed().keys.isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -192,12 +192,29 @@ def test_a_large_channel_anywhere(dim, most):
         keys[:, channel], others[:, channel] = 30 * keys[:, channel], 0.0
         exact, spread = (query * keys).sum(dim=-1), (query * others).sum(dim=-1).var()
         for turns in (True, False):
-            codes = encode_keys(keys, 4) if turns else encode(keys, 4)
+            codes = encode(hadamard(keys) if turns else keys, 4)
             found = ((hadamard(query) if turns else query) * decode(codes, torch.float32)).sum(dim=-1)
             error = float((found - exact).var() / spread)
             turned, unturned = (max(turned, error), unturned) if turns else (turned, max(unturned, error))
     assert turned < most
     assert turned < unturned
+
+
+@pytest.mark.parametrize("exponents", [None, 0, 1, -3])
+def test_a_transform_changes_no_product_and_can_be_undone(exponents):
+    made = torch.Generator().manual_seed(0)
+    keys, query = torch.randn(2, 3, 5, 80, generator=made), torch.randn(2, 6, 1, 80, generator=made)
+    transform = KeyTransform.blank(keys, (8 if exponents is None else 4, 8))
+    assert (transform.exponents is None) == (exponents is None)
+    if transform.exponents is not None:
+        transform.exponents[:] = exponents
+        transform.exponents[1, 2, ::3] = -1
+    found, wanted = (
+        q.view(2, 3, 2, 80) @ k.mT for q, k in ((transform.query(query), transform.keys(keys)), (query, keys))
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(transform.restored(transform.keys(keys)), keys, rtol=1e-4, atol=1e-5)
+    assert torch.equal(transform.scaled(transform.scaled(keys, -1), 1), keys)
 
 
 def test_writing_a_token_changes_its_slot_only_and_is_what_coding_gives():
@@ -214,4 +231,4 @@ def test_writing_a_token_changes_its_slot_only_and_is_what_coding_gives():
         assert torch.equal(old[~touched], new[~touched])
     assert torch.equal(slots.values[touched][:, None].view(value.shape), decode(encode(value, 4), torch.float32))
     assert torch.allclose(slots.keys[touched].view(key.shape), key, atol=0.03)
-    assert torch.allclose(slots.rotated().keys, hadamard(slots.keys), atol=1e-5)
+    assert torch.allclose(slots.transformed().keys, hadamard(slots.keys), atol=1e-5)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.kv.row_copy import RowCopy
-from kvkeep.kv.slot_codec import HALVES, KV_BITS, NUMBERS, scale_halves
+from kvkeep.kv.slot_codec import EXPONENTS, HALVES, KV_BITS, MOST_EXPONENT, NUMBERS, scale_halves, scales_keys
 from kvkeep.pins import Span, end, spans
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.contents import Contents, Place, StateCopy
@@ -147,6 +147,7 @@ class FileParts(NamedTuple):
     note: Mapping[str, Any]
 
 
+_EXPONENTS = f"store.{EXPONENTS}"
 _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""
 
@@ -263,6 +264,9 @@ def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerp
     """
     scales = entries.keys() & set(SCALES)
     check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
+    exponents, scaled = entries.get(_EXPONENTS), scales_keys(made.kv_bits)
+    check((exponents is not None) == scaled, f"{shown} has {'no' if scaled else 'needless'} exponents of its keys")
+    check(exponents is None or exponents.dtype == torch.int8, f"{shown} has exponents that are no int8")
     for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
         entry = entries[f"store.{name}"]
         wanted = f"torch.{made.dtype}" if bits is None else str(NUMBERS[bits])
@@ -295,6 +299,9 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
         each = 2 if found[f"{name.removesuffix('_scales')}s"].dtype == NUMBERS[4] else 1
         whole = found[name].isfinite().all() & (found[name][..., ::each] >= 0).all()
         check(bool(whole), f"{shown} has scales that are negative or no numbers")
+    if (exponents := found.get(_EXPONENTS)) is not None:
+        allowed = bool((exponents.int().abs() <= MOST_EXPONENT).all())
+        check(allowed, f"{shown} has exponents of its keys beyond {MOST_EXPONENT}")
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)

@@ -56,11 +56,12 @@ class CodedHead : Multiplier {
     }
 
    private:
-    // Turn the queries as the keys were turned.
+    // Do with the queries what makes their products with coded keys those with the keys: KeyTransform in slot_codec.py.
     void read_query() {
         const int64_t first = row * a.query_row + head * a.group * a.query_head;
         for (int64_t g = 0; g < a.group; g++) {
             widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
+            multiply_by_powers<1>(vector, a.exponents.of(row, head), a.dim);
             hadamard(vector, a.dim);
             for (int64_t i = 0; i < a.dim; i++) vector[i] *= (float)a.scaling;
             put_query(g, vector);
@@ -83,7 +84,7 @@ class CodedHead : Multiplier {
         }
     }
 
-    // Widen the key of a slot, undo the Hadamard matrix, and turn the key to its rank.
+    // Widen the key of a slot, undo what was done before it was coded, and turn the key to its rank.
     template <class C>
     void turn_key_of(int64_t s, float *to) {
         const auto *first = key_rows<C>().at(s);
@@ -104,6 +105,7 @@ class CodedHead : Multiplier {
             }
         }
         hadamard(vector, a.dim);
+        multiply_by_powers<1>(vector, a.exponents.of(row, head), a.dim);
         read_angles(a.angles, ranks.of(positions[s]), own);
         if (halves.part.in_place()) turn_key<Float32, true>(vector, own, halves, to);
         else turn_key<Float32, false>(vector, own, halves, to);
@@ -151,6 +153,7 @@ inline bool code_token(const Write &w, int64_t row, int64_t head, int64_t entry,
         std::memcpy(rotated, key, up(w.dim, W) * sizeof *key);
         unturn_key<Float32>(rotated, angles, w.half, key);
     }
+    multiply_by_powers<-1>(key, w.exponents.of(row, head), w.dim);
     hadamard(key, w.dim);
     const auto put = [=](const float *x, const Coded &to, int64_t dim, char *numbers) {
         uint16_t *scales = (uint16_t *)to.scales + row * to.scale_row + head * to.scale_head + entry * to.scale_slot;

@@ -21,6 +21,15 @@ extern "C" struct Coded {
     int64_t scale_row, scale_head, scale_slot;
 };
 
+// Of powers of two by which each channel of a key is divided before it is coded, and a query multiplied: a byte for each
+// channel of each head; null: all are 0.
+extern "C" struct Exponents {
+    const int8_t *first;
+    int64_t row, head;
+
+    const int8_t *of(int64_t r, int64_t h) const { return first ? first + r * row + h * head : nullptr; }
+};
+
 namespace {
 
 typedef int8_t Signed __attribute__((vector_size(W)));
@@ -219,6 +228,18 @@ inline void hadamard(float *x, int64_t n) {
         const int64_t size = (int64_t)1 << (63 - __builtin_clzll((uint64_t)rest));
         sylvester(x, size);
         x += size, rest -= size;
+    }
+}
+
+// Multiply n floats with powers of two (SIGN 1), or divide them by these (SIGN -1); null: leave them as they are.
+template <int SIGN>
+inline void multiply_by_powers(float *x, const int8_t *exponents, int64_t n) {
+    if (!exponents) return;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t bits = (127 + SIGN * exponents[i]) << 23;
+        float power;
+        std::memcpy(&power, &bits, sizeof power);
+        x[i] *= power;
     }
 }
 
