@@ -166,7 +166,7 @@ class Block:
         if self.pins is not None:
             self.pins[row] = spans.LAST
 
-    def scale_keys(self, exponents: Int[Tensor, "Hk D"] | None, rows: Int[Tensor, " n"] | int | slice) -> None:
+    def scale_keys(self, exponents: Int[Tensor, "Hk D"] | None, rows: Bool[Tensor, " B"] | slice) -> None:
         """Set the powers of two by which the keys of empty rows will be divided; ``None``: 1.
 
         Do nothing if keys are stored without, see `kvkeep.kv.slot_codec.KeyTransform`.

@@ -6,8 +6,8 @@ would widen the step for the others. So keys are divided, and queries multiplied
     (mean key² / mean query²) ^ 1/4
 
 of each channel of each head, rounded to a power of two, which leaves products as they are and makes the errors of all
-channels alike. Both channels of a rotary pair have the same factor, since the pair is turned by another angle at each
-position: what is true of the first positions is then true of all.
+channels alike. The two channels of a rotary pair turn into each other, slowly in some pairs. So the means are over the
+tokens as they are and as they would be further on in a text, which costs no further pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int8
@@ -32,6 +31,13 @@ from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase, Slots
 
 _ROWS, _LENGTH, _SEED = 2, 128, 0
+
+_REACH = 2048
+"""Positions of which the means are typical. Pairs that have not turned by then differ in their channels: with more
+positions these differences are lost, and with fewer the keys of later tokens err more."""
+
+_TINY = 1e-12
+"""The least mean square, so that a channel of zeros has a factor."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,13 +70,11 @@ def _measured(model: PreTrainedModel) -> Exponents:
     config = model.config.get_text_config(decoder=True)
     length = min(_LENGTH, int(getattr(config, "max_position_embeddings", None) or _LENGTH))
     ids = torch.randint(0, config.vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(_SEED))
-    observers: dict[int, _Observer] = {}
-    cache = handing_cache(model.config, lambda number: observers.setdefault(number, _Observer()))
+    rotations, observers = _rotations(model), dict[int, _Observer]()
+    cache = handing_cache(model.config, lambda number: observers.setdefault(number, _Observer(rotations.get(number))))
     with torch.inference_mode():
         model(input_ids=ids.to(device_of(model)), **handed(model, cache), use_cache=True)
-    rotations = _rotations(model)
-    with torch.inference_mode(False):  # they outlive the mode
-        return {number: seen.exponents(rotations.get(number)).clone() for number, seen in observers.items()}
+    return {number: seen.exponents for number, seen in observers.items()}
 
 
 def _rotations(model: PreTrainedModel) -> Rotations:
@@ -82,19 +86,20 @@ def _rotations(model: PreTrainedModel) -> Rotations:
 
 
 class _Observer:
-    """Stands in for a layer, and sums up what it is given.
+    """Stands in for a layer, and looks at what it is given.
+
+    Args:
+        rotation: the layer's; ``None``: its channels are not paired, or it is not known how.
 
     Attributes:
         columns: columns seen so far.
-        key_power: mean square of each channel of each head's keys, the first token of each text left out.
-        query_power: the same of the queries of the heads that share its keys.
+        exponents: of the layer's keys. Their mean over the channels of a head is 0 before rounding.
     """
 
-    key_power: Float[Tensor, "Hk D"]
-    query_power: Float[Tensor, "Hk D"]
+    exponents: Int8[Tensor, "Hk D"]
 
-    def __init__(self) -> None:
-        self.columns = 0
+    def __init__(self, rotation: Rotation | None) -> None:
+        self.columns, self._rotation = 0, rotation
 
     def step(
         self,
@@ -106,29 +111,25 @@ class _Observer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Note the powers of a whole text, and return the output of attention over itself."""
+        """Set the exponents by a whole text, and return the output of attention over itself."""
         self.columns += keys.shape[2]
-        grouped = query.unflatten(1, (keys.shape[1], -1))
-        self.query_power = grouped[:, :, :, 1:].float().square().mean(dim=(0, 2, 3)).cpu()
-        self.key_power = keys[:, :, 1:].float().square().mean(dim=(0, 2)).cpu()
+        with torch.inference_mode(False), torch.no_grad():  # the exponents outlive the pass
+            # without the first token of a text, which attention treats apart from all others
+            self.exponents = self._exponents(query[:, :, 1:].float(), keys[:, :, 1:].float())
         now = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
         slots = Slots(keys, values, now[:, None].int())
         return choose(query.device, query.dtype).attend(AttentionInputs(query, slots, now, options))[0]
 
-    def exponents(self, rotation: Rotation | None) -> Int8[Tensor, "Hk D"]:
-        """Return the exponents of the layer's keys, whose mean over the channels of a head is 0 before rounding."""
-        keys, queries = (_of_pairs(power, rotation) for power in (self.key_power, self.query_power))
-        ratio = (keys.clamp_min(1e-12) / queries.clamp_min(1e-12)).log2() / 4
+    def _exponents(self, query: Float[Tensor, "B Hq n D"], keys: Float[Tensor, "B Hk n D"]) -> Int8[Tensor, "Hk D"]:
+        steps = range(0, _REACH, _LENGTH) if self._rotation is not None else [0]
+        of_keys, of_queries = (torch.stack([self._power(x, step) for step in steps]).mean(dim=0) for x in (keys, query))
+        of_queries = of_queries.unflatten(0, (keys.shape[1], -1)).mean(dim=1)
+        ratio = (of_keys.clamp_min(_TINY) / of_queries.clamp_min(_TINY)).log2() / 4
         found = (ratio - ratio.mean(dim=-1, keepdim=True)).round().nan_to_num(0.0)
         return found.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
 
-
-def _of_pairs(power: Float[Tensor, "Hk D"], rotation: Rotation | None) -> Float[Tensor, "Hk D"]:
-    """Return the mean power of each rotary pair in both of its channels. Other channels keep theirs."""
-    if rotation is None:
-        return power
-    n = len(rotation.frequencies)
-    dims: Any = list(rotation.dims or range(2 * n))
-    means, found = (power[:, dims[:n]] + power[:, dims[n:]]) / 2, power.clone()
-    found[:, dims[:n]] = found[:, dims[n:]] = means
-    return found
+    def _power(self, x: Float[Tensor, "B H n D"], by: int) -> Float[Tensor, "H D"]:
+        """Return the mean square of each channel of vectors as they would be so many positions later."""
+        if self._rotation is not None and by:
+            x = self._rotation.ahead(x, torch.full(x.shape[:2], by, device=x.device))
+        return x.square().mean(dim=(0, 2))
