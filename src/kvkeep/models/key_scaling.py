@@ -12,6 +12,7 @@ tokens as they are and as they would be further on in a text, which costs no fur
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Mapping
@@ -72,8 +73,10 @@ def _measured(model: PreTrainedModel) -> Exponents:
     ids = torch.randint(0, config.vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(_SEED))
     rotations, observers = _rotations(model), dict[int, _Observer]()
     cache = handing_cache(model.config, lambda number: observers.setdefault(number, _Observer(rotations.get(number))))
+    # the logits of all tokens may take more memory than the rest of the pass
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.inference_mode():
-        model(input_ids=ids.to(device_of(model)), **handed(model, cache), use_cache=True)
+        model(input_ids=ids.to(device_of(model)), **handed(model, cache), use_cache=True, **few)
     return {number: seen.exponents for number, seen in observers.items()}
 
 
@@ -132,4 +135,5 @@ class _Observer:
         """Return the mean square of each channel of vectors as they would be so many positions later."""
         if self._rotation is not None and by:
             x = self._rotation.ahead(x, torch.full(x.shape[:2], by, device=x.device))
-        return x.square().mean(dim=(0, 2))
+        found: Tensor = x.square().mean(dim=(0, 2))
+        return found
