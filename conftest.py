@@ -7,10 +7,12 @@ import signal
 
 import annotations
 import comparable_model
+import hypothesis
 import jaxtyping
 import pytest
 import sweeps
 import torch
+import trials
 import typer.main
 import typer.testing
 
@@ -22,6 +24,8 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; tests of Ctrl-C would wait forever
     signal.signal(signal.SIGINT, signal.default_int_handler)
 typer.testing._get_command = functools.cache(typer.main.get_command)  # it would be made anew for each command of a test
+hypothesis.settings.register_profile("same", derandomize=True, database=None)  # the same examples in every run
+hypothesis.settings.load_profile("same")
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 
 
@@ -39,6 +43,12 @@ def pytest_collection_finish():
     """Collections of garbage leave out what lives as long as the run: looking through that takes a second each."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    annotations.begin_test()
+    trials.begin_test(item.nodeid)
 
 
 @pytest.hookimpl(trylast=True)

@@ -45,6 +45,7 @@ def systems(rows: int, context: int, options: argparse.Namespace) -> list[System
         System("llama.cpp", "llama_cpp", {}),
         System("OpenVINO GenAI", "openvino", {}),
         System("the same, evicting", "openvino", {"budget": min(options.budget, whole)}),
+        System("vLLM", "vllm", {}),
     ]
 
 

@@ -1,8 +1,10 @@
 """Checks of shapes and types, one for each combination of shapes, dtypes and types that a function meets.
 
 jaxtyping and beartype look at nothing else, so a combination that has passed once passes again. Checking it anew in
-each call takes several times as long as the call. Annotations without shapes are beartype's alone, which is fast enough
-to look at each call.
+each call takes several times as long as the call. Annotations without shapes are beartype's alone.
+
+Some functions are called a hundred times for each token, always with the same kinds of arguments. So the first calls of
+a function in each test are looked at, and some of the others.
 """
 
 from __future__ import annotations
@@ -21,6 +23,12 @@ import torch
 from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
 _in_full = jaxtyping.jaxtyped
+FIRST_CALLS = 50
+"""Calls of a function in each test that are all looked at."""
+NTH = 11
+"""Of further calls each such one is looked at; a prime, so that models with any number of layers have each in turn."""
+_counts: list[list[int]] = []
+"""The counts of functions that were called in the test that runs."""
 _plain: set[type] = set()
 """Types of which annotations ask nothing more."""
 _known: dict[CodeType, tuple[bool, bool, dict[Hashable, set[Hashable]]]] = {}
@@ -35,6 +43,13 @@ def install(package: str) -> None:
     """Have the functions of a package checked; it must not have been imported before."""
     jaxtyping.jaxtyped = _jaxtyped  # the import hook writes this name above each function and class
     jaxtyping.install_import_hook(package, "beartype.beartype")
+
+
+def begin_test() -> None:
+    """Have the first calls of each function looked at again. What a test finds does not depend on those before it."""
+    for calls in _counts:
+        calls[0] = 0
+    _counts.clear()
 
 
 def kind(value: object) -> Hashable:
@@ -94,13 +109,14 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
     made: list[Callable[..., Any]] = []
+    calls = [0]
     compiling = torch.compiler.is_compiling
     in_full = _made_later(lambda: _in_full(function, typechecker=typechecker))
 
     def choose() -> Callable[..., Any]:
         inner = "<locals>" in function.__qualname__  # made anew in each call of another function
         by_types = None if inner else _by_types_alone(function, typechecker)
-        made.append(_remembered(function, typechecker, in_full) if by_types is None else by_types)
+        made.append(by_types or _remembered(function, typechecker, in_full))
         return made[0]
 
     @functools.wraps(function)
@@ -110,6 +126,11 @@ def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if compiling():
             return in_full(*args, **kwargs)
+        number = calls[0] = calls[0] + 1
+        if number > FIRST_CALLS and number % NTH:
+            return function(*args, **kwargs)
+        if number == 1:
+            _counts.append(calls)
         try:
             return (made[0] if made else choose())(*args, **kwargs)
         except BeartypeCallHintViolation as error:

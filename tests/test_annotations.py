@@ -8,7 +8,7 @@ import beartype
 import jaxtyping
 import pytest
 import torch
-from annotations import kind
+from annotations import FIRST_CALLS, NTH, begin_test, kind
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
@@ -108,6 +108,33 @@ def test_a_result_is_checked_without_another_call():
     for _ in range(6):
         count(torch.zeros(3))
     assert len(calls) == 6
+
+
+@checked
+def doubled(value: int) -> int:
+    return 2 * value
+
+
+@checked
+def total(values: Float[Tensor, "S"]) -> float:
+    return float(sum(values))
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), [(doubled, 1, "a"), (total, torch.zeros(2), [1.0])])
+def test_the_first_calls_of_each_test_are_looked_at_and_some_of_the_others(function, right, wrong):
+    for _ in range(2):
+        begin_test()
+        for _ in range(FIRST_CALLS - 1):
+            function(right)
+        with pytest.raises(TypeCheckError):
+            function(wrong)
+        found = []
+        for _ in range(4 * NTH):
+            try:
+                found.append(function(wrong))
+            except TypeCheckError:
+                found.append(None)
+        assert found.count(None) == 4
 
 
 def test_values_of_one_kind():

@@ -4,6 +4,7 @@ The lab, a package of its own, uses the library; the library knows nothing of th
 """
 
 import ast
+import functools
 import re
 import sys
 import warnings
@@ -107,16 +108,19 @@ def room(path):
     return inside(path).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(path):
     """Every imported module name, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
+            found.append(node.module)
             if node.module == "kvkeep":
-                yield from (f"kvkeep.{alias.name}" for alias in node.names)
+                found += [f"kvkeep.{alias.name}" for alias in node.names]
+    return found
 
 
 OWN, OF_LAB = sorted(SRC.rglob("*.py")), sorted(LAB.rglob("*.py"))
@@ -132,8 +136,28 @@ def module(path):
 MODULES = {module(path) for path in FILES}
 
 
-GRAPHS = {package.name: code_measures.import_graph(code_measures.modules(package)) for package in (SRC, LAB)}
-"""Each module of a package, and those that it imports: inside of functions and for type checkers alone, too."""
+@functools.cache
+def modules_of(package):
+    """The modules of a package; their texts are parsed in the first test that asks, and not in every run."""
+    return code_measures.modules(package)
+
+
+@functools.cache
+def graph_of(package):
+    """Each module of a package, and those that it imports: inside of functions and for type checkers alone, too."""
+    return code_measures.import_graph(modules_of(package))
+
+
+@functools.cache
+def trees():
+    """Each file of both packages, and its syntax tree."""
+    return {one.path: one.tree for package in (SRC, LAB) for one in modules_of(package)}
+
+
+@functools.cache
+def nodes(path):
+    """All nodes of a file's syntax tree."""
+    return [*ast.walk(trees()[path])]
 
 
 def test_every_room_has_a_floor():
@@ -162,14 +186,14 @@ def test_the_library_knows_nothing_of_the_lab():
     assert [module(path) for path in OWN if re.search(r"\bkvkeep_lab\b", path.read_text())] == []
 
 
-@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-def test_no_circle_of_imports(graph):
-    assert code_measures.circles(graph) == []
+@pytest.mark.parametrize("package", [SRC, LAB], ids=lambda package: package.name)
+def test_no_circle_of_imports(package):
+    assert code_measures.circles(graph_of(package)) == []
 
 
-@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-def test_chains_of_imports_are_short(graph):
-    chain = code_measures.longest_chain(graph)
+@pytest.mark.parametrize("package", [SRC, LAB], ids=lambda package: package.name)
+def test_chains_of_imports_are_short(package):
+    chain = code_measures.longest_chain(graph_of(package))
     assert len(chain) <= LONGEST_CHAIN, "\n".join(" = ".join(group) for group in chain)
 
 
@@ -180,7 +204,7 @@ def test_errors_of_the_library_name_arguments_and_not_flags():
         for path in FILES
         if room(path) not in {"cli", "analysis"}  # analyses print commands to type
         if path.name != "build.py"  # compilers have flags, too
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "``" not in node.value
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value)
     ]
@@ -227,7 +251,7 @@ def test_nobody_subclasses_a_layer():
     wrong = [
         f"{inside(path)}: {node.name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         if "Layer" in {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     ]
@@ -266,7 +290,7 @@ def test_a_policy_is_one_short_file():
 
 def test_a_small_module_has_more_than_one_reader():
     importers = defaultdict(set)
-    for name, needed in GRAPHS["kvkeep"].items():
+    for name, needed in graph_of(SRC).items():
         for other in needed:
             importers[other].add(name)
     small = [
@@ -280,7 +304,7 @@ def test_a_small_module_has_more_than_one_reader():
 
 
 def test_class_names_are_unique():
-    shared = code_measures.shared_class_names(code_measures.modules(SRC))
+    shared = code_measures.shared_class_names(modules_of(SRC))
     assert {name: homes for name, homes in shared.items() if not name.startswith("_")} == {}
     assert len(shared) <= MOST_SHARED_PRIVATE_NAMES
 
@@ -300,7 +324,7 @@ def test_a_base_class_has_more_than_one_subclass():
     """Inheritance is for kinds of one thing; parts of one thing are composed. The lab's subclasses count as well."""
     homes, users = {}, defaultdict(set)
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 if path in OWN:
                     homes[node.name] = room(path)
@@ -319,7 +343,7 @@ def test_only_one_file_names_the_argument_that_takes_a_cache():
     wrong = [
         f"{inside(path)}:{node.value.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.keyword) and node.arg == "past_key_values"
     ]
     assert wrong == []  # `kvkeep.cache.hf_layers.handed` knows its name in this version of transformers

@@ -72,6 +72,26 @@ def test_a_taper_goes_through_all_of_the_budget_or_is_refused():
         budget.per_layer("taper:0.5", 100, 5, least=51)
 
 
+@pytest.mark.parametrize(
+    ("number", "windows", "want"),
+    [
+        (100, [512, None, 512, None], [25, 175, 25, 175]),
+        (100, [40, None, 512, None], [10, 152, 25, 152]),  # layers hold no more than their windows anyway
+        (4096, [512, 512, 512, None], [128, 128, 128, 4096 + 3 * 384]),
+        (10, [64, 64, None], [8, 8, 14]),  # the least of every layer
+        (100, [64, 64], [100, 100]),  # nothing to share
+        (100, [None, None], [100, 100]),
+        (100, [], [100] * 4),
+    ],
+)
+def test_layers_with_sliding_windows_leave_slots_to_the_others(number, windows, want):
+    found = budget.per_layer("sliding:0.25", number, len(want), least=8, windows=windows)
+    assert found == want
+    held = [number if window is None else min(window, number) for window in windows or [None] * len(want)]
+    used = [have if window is None else min(window, have) for have, window in zip(found, windows, strict=False)]
+    assert sum(used) <= sum(held)
+
+
 def test_layers_in_which_less_persists_get_more():
     weights = budget.calibrated([1.0, 0.5, 0.0])
     first, second, third = budget.per_layer(weights, 64, 3)
@@ -86,6 +106,9 @@ def test_layers_in_which_less_persists_get_more():
         ("ramp:1.0", "out of range"),
         ("taper:1.0", "out of range"),
         ("pyramid:0.5", "out of range"),
+        ("sliding:0", "out of range"),
+        ("sliding:1.5", "out of range"),
+        ("sliding:x", "not a number"),
         ([1.0], "1 layer weights were given for 4 layers"),
         ([1.0, 0.0, 1.0, 1.0], "above 0"),
     ],

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-PEERS = ("kvkeep", "transformers", "transformers_batch", "kvpress", "llama_cpp", "openvino")
+PEERS = ("kvkeep", "transformers", "transformers_batch", "kvpress", "llama_cpp", "openvino", "vllm")
 
 Prompt = list[int]
 

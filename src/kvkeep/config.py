@@ -109,6 +109,7 @@ class Config:
 
 
 def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of a TOML file as a dict."""
     file = in_full(path)
     try:
         if file.exists() and not file.is_file():
@@ -129,6 +130,7 @@ def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest known name, or all of them."""
     close = closest(name.lower().replace("-", "_"), known)
     return f" Did you mean {close!r}?" if close else f" There are: {', '.join(known)}."
 
@@ -149,11 +151,14 @@ def _checked(name: str, value: Any, source: str) -> Any:
 
 
 def _text(value: object) -> str | None:
+    """Return what the setting should be if it is not a non-empty text; ``None`` if it is valid."""
     return None if isinstance(value, str) and value.strip() else "a text in quotes"
 
 
 def _policy(value: object) -> str | None:
+    """Return what the setting should be if it is not a policy; ``None`` if it is valid. Unknown policies raise."""
     if isinstance(value, str):
+        # raises an error that says what is wrong with the policy
         policy_of(value)
     return _text(value)
 
@@ -170,13 +175,18 @@ def policy_of(name: str) -> Policy:
 
 
 def _whole(value: object) -> str | None:
+    """Return what the setting should be if it is not a number of tokens; ``None`` if it is valid."""
     if isinstance(value, int) and not isinstance(value, bool):
         return None if 1 <= value <= budgets.MOST else "a number of tokens from 1 on"
     return "a whole number of tokens"
 
 
 def _rule(value: object) -> str | None:
+    """Return what the setting should be if it is not a rule over layers or a list of weights; ``None`` if it is
+    valid.
+    """
     if isinstance(value, str):
+        # raises an error that names the rules if the text is none of them
         budgets.per_layer(value, budget=1, layers=1)
         return None
     numbers = isinstance(value, tuple) and bool(value) and all(_share(one, most=float("inf")) is None for one in value)
@@ -184,21 +194,25 @@ def _rule(value: object) -> str | None:
 
 
 def _heads(value: object) -> str | None:
+    """Return what the setting should be if it is not a head budget; ``None`` if it is valid. Unknown rules raise."""
     if isinstance(value, str):
         head_rule(value)
     return _text(value)
 
 
 def _bits(value: object) -> str | None:
+    """Raise an error for bits that no slot can have; return ``None``, which means valid."""
     check_bits(value)
     return None
 
 
 def _mode(value: object) -> str | None:
+    """Return what the setting should be if it is neither ``true`` nor ``slot``; ``None`` if it is valid."""
     return None if value in _POSITIONS else " or ".join(map(repr, _POSITIONS))
 
 
 def _share(value: object, most: float = 1.0) -> str | None:
+    """Return what the setting should be if it is not a number from 0 to ``most``; ``None`` if it is valid."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most and value != float("inf"):
         return None
     return "a share from 0 to 1"

@@ -273,6 +273,7 @@ def fault(found: Any) -> str | None:
 
 
 def _fault_of_heads(heads: Any, model: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a profile's needs by layer and head; ``None`` if they are valid."""
     rows = heads if isinstance(heads, list) and heads and all(isinstance(row, list) and row for row in heads) else None
     if rows is None or len({len(row) for row in rows}) != 1:
         return '"heads" has to be a list of layers with the same number of heads each'

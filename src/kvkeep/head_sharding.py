@@ -104,6 +104,7 @@ class Heads:
     def first(self, numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return ``numbers`` of the first process, in all processes."""
         if self.ranks > 1:
+            # broadcast writes into the tensor that it is given
             numbers = numbers.clone()
             dist.broadcast(numbers, 0)
         return numbers

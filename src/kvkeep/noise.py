@@ -26,6 +26,7 @@ def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
 
 
 def _mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Return SplitMix64's finaliser of 64-bit numbers: every input bit changes about half of the output bits."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)

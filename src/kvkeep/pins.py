@@ -58,6 +58,7 @@ def spans_of_rows(pins: object) -> tuple[Spans, ...]:
 
 
 def _is_list(value: object) -> bool:
+    """Return whether a value is an iterable that can hold spans or rows: not a text, bytes or a dict."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | dict)
 
 

@@ -218,6 +218,7 @@ class TextRotation:
         return self.short.paired(x)
 
     def _either(self, ends: Int[Tensor, "*n"], short: Tensor, long: Tensor) -> Tensor:
+        """Return ``long`` where a token's text has more than `longest` tokens, elsewhere ``short``."""
         return torch.where(ends > self.longest, long, short)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn.functional import embedding, linear
 
@@ -287,7 +288,7 @@ def test_shapes_that_do_not_fit(shape):
 
 @needs_the_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="compiles for x86-64")
-@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize("processor", sweep(["x86-64", "x86-64-v3"], lambda processor: processor == "x86-64"))
 def test_processors_without_products_of_bytes_compute_the_same(processor, tmp_path, monkeypatch):
     source = tmp_path / "products.cpp"
     source.write_text(
@@ -308,3 +309,16 @@ def test_processors_without_products_of_bytes_compute_the_same(processor, tmp_pa
             patch.setattr("kvkeep.backends.quantized_tensor.library_for", lambda *_: library)
             torch.testing.assert_close(linear(x, weight), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
             torch.testing.assert_close(weight.dequantize(), numbers)
+
+
+@formats
+def test_parts_of_a_layer_are_views(bits, group):
+    weight, numbers = matrix(70, 64, bits, group)
+    layer = nn.Linear(64, 70, bias=False)
+    layer.weight = weight
+    parts_of_it = layer_ops.split(layer, [32, 16, 22])
+    for part, expected in zip(parts_of_it, numbers.split([32, 16, 22]), strict=True):
+        torch.testing.assert_close(part.weight.dequantize(), expected, rtol=1e-6, atol=1e-6)
+    assert parts_of_it[1].weight.packed.data_ptr() == weight.packed[2:].data_ptr()
+    for sizes in ([32, 16, 21], [31, 39], [70, 0], [86, -16]):  # too few, within a block, none, less than none
+        assert layer_ops.split(layer, sizes) is None

@@ -194,7 +194,7 @@ def test_nothing_foreign_is_ever_lost(tmp_path, unsynced, content):
 
 
 @given(content=foreign())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_foreign_behind_completions_is_lost(whole, tmp_path, unsynced, content):
     keeps(tmp_path / "foreign", whole.splitlines(keepends=True)[0] + content)
 

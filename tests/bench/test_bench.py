@@ -135,7 +135,7 @@ def test_real(monkeypatch, capsys, here):
     (cell,) = json.loads(last)["cells"]
     assert max(map(len, lines)) <= 100
     ours = ["kvkeep 8", "kvkeep 20%", "kvkeep full"]
-    assert [*cell["systems"]] == [*ours, "transformers", "llama.cpp", "OpenVINO GenAI", "the same, evicting"]
+    assert [*cell["systems"]] == [*ours, "transformers", "llama.cpp", "OpenVINO GenAI", "the same, evicting", "vLLM"]
     assert "skipped" in cell["systems"]["OpenVINO GenAI"][0]
     full, theirs = (cell["systems"][name][0]["sample"] for name in ("kvkeep full", "transformers"))
     assert full == theirs

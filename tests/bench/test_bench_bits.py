@@ -89,7 +89,7 @@ def test_every_command_names_policies_and_bits_that_exist(tmp_path):
     for step in bits.steps(400, 40):
         words = step.command(tmp_path)
         arms = split_arms(words[words.index("--policies") + 1])
-        assert {kv_bits for policy, kv_bits in arms if policy.evicts} <= set(bits.BITS)
+        assert {arm.kv_bits for arm in arms if arm.policy.evicts} <= set(bits.BITS)
 
 
 def test_the_papers_settings_and_the_same_bytes_are_among_the_cells():

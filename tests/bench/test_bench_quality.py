@@ -16,6 +16,7 @@ import hard  # noqa: E402
 import heads  # noqa: E402
 import kvzip  # noqa: E402
 import quality  # noqa: E402
+import split_texts  # noqa: E402
 
 from kvkeep.head_profile import Profile  # noqa: E402
 from kvkeep.models.load import embedded, find  # noqa: E402
@@ -196,3 +197,15 @@ def test_with_room_for_a_text_that_was_read_twice_all_answers_stay(capsys, monke
     ]
     assert lines[0][3].startswith("100 (")
     assert lines[2][3].startswith("0 (")
+
+
+def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"<{number}>" * 9)
+    every = split_texts.halves([folder])
+    for number in range(12):
+        assert [name for name, text in every.items() if f"<{number}>" in text] == [split_texts.half(f"{number}.txt")]
+    (folder / "0.txt").unlink()
+    assert split_texts.halves([folder]) == {name: text.replace("<0>", "").strip() for name, text in every.items()}

@@ -1,5 +1,6 @@
 """``--adapter NAME=FOLDER``: prompts, batch files, conversations and memories, and what is refused."""
 
+import functools
 import json
 
 import adapter_folders
@@ -34,6 +35,7 @@ def adapter(*kinds):
     return [word for kind in kinds for word in ("--adapter", f"{kind}={adapter_folders.folder(kind)}")]
 
 
+@functools.cache
 def expected(kind, prompt=PROMPT):
     """The result of an engine with the adapter beside the weights."""
     folders = {} if kind is None else {kind: adapter_folders.folder(kind)}

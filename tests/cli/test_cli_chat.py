@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import chat_run, chat_sessions
+from kvkeep.cli import chat_run, chat_sessions, console
 from kvkeep.cli.chat_folder import ChatFolder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
@@ -22,7 +23,7 @@ from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
-from kvkeep.policies import LATER
+from kvkeep.policies import CONVERSATION
 
 SHORT = kvkeep.SamplingParams(max_new_tokens=5)
 
@@ -67,7 +68,7 @@ def loaded(model):
 
 def engine_of(model, **options):
     found, tokenizer = loaded(model)
-    return Engine(found, tokenizer, **{"policy": LATER, "budget": 1024, "rows": 1, **options})
+    return Engine(found, tokenizer, **{"policy": CONVERSATION, "budget": 1024, "rows": 1, **options})
 
 
 def session_of(model, **options):
@@ -139,6 +140,16 @@ def test_piped_messages_are_not_in_the_history(model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     chat(model, "-n", 2, said=["the fox"])
     assert not (tmp_path / "cache").exists()
+
+
+def test_it_says_what_it_reads_and_how_far(model, monkeypatch):
+    monkeypatch.setattr(console, "BEATS_S", (0.0005,))
+    assert re.search(r"^reading: \d\d tokens", chat(model, "-n", 2, said=["the quick fox " * 8]).stderr, re.MULTILINE)
+
+
+def test_a_name_without_a_conversation_begins_one_and_says_so():
+    done = chat(None, "-s", "one", said=["/help"])
+    assert "one is a new conversation, with the embedded model: no MODEL was given" in " ".join(done.stderr.split())
 
 
 def test_nothing_is_left_of_a_conversation_without_an_answer(model, tmp_path):
@@ -291,7 +302,7 @@ def test_memory_says_what_is_held(model):
     said = chat(model, "-n", 5, "-s", "one", "-b", 12, said=["/memory", "the quick brown fox", "/memory"]).stdout
     assert "none yet" in said
     assert "12 held per layer and head" in said
-    assert f"{LATER}, budget 12" in said
+    assert f"{CONVERSATION}, budget 12" in said
 
 
 @pytest.mark.parametrize(

@@ -427,7 +427,7 @@ def test_an_interrupt_leaves_the_text_and_one_line(
         (["--prefill-chunk", 0], ["--prefill-chunk 0 takes no token"]),
         (
             ["--layer-budget", "slope"],
-            ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE"],
+            ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20, taper:0.5, sliding:0.25 or calibrated:FILE"],
         ),
         (["--layer-budget", "ramp:2"], ["'ramp:2' is out of range"]),
         (["--layer-budget", "calibrated:nothing"], ["nothing is no JSON list of persistence ratios"]),

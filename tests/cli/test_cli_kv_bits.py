@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.errors import InputError, PolicyError
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import GridArguments, RequestedBudget, split_arms
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse, spec
@@ -115,20 +116,28 @@ def test_a_plan_of_heads_that_share_a_budget_is_what_a_cache_holds(rule):
     ],
 )
 def test_lists_of_policies_with_bits(text, found):
-    assert [(spec(policy), bits) for policy, bits in split_arms(text)] == [
+    assert [(spec(arm.policy), arm.kv_bits) for arm in split_arms(text)] == [
         (spec(parse(name)), bits) for name, bits in found
     ]
 
 
-@pytest.mark.parametrize("text", ["h2o@3", "h2o@", "h2o@bit", "@4", "h2o@4@8"])
+@pytest.mark.parametrize("text", ["h2o@3", "h2o@", "h2o@bit", "@4", "h2o@4@8", "h2o@ada@global", "h2o@globe:0.2"])
 def test_a_wrong_list_of_policies_with_bits(text):
     with pytest.raises((InputError, PolicyError)):
         split_arms(text)
 
 
+def test_lists_of_policies_with_rules_for_heads():
+    found = [(spec(arm.policy), arm.head_budget, arm.kv_bits) for arm in split_arms("tova@global:0.1,h2o@ada@4,local")]
+    assert found == [("tova", "global:0.1", None), (spec(parse("h2o")), "ada", "4"), ("local", None, None)]
+    grid = GridArguments(
+        arms=split_arms("tova@global:0.1,local"), budgets=[RequestedBudget(tokens=12)], setup=Setup(head_budget="ada")
+    )
+    assert [setup.head_budget for _, _, setup in grid.pairs()] == ["global:0.1", "ada"]
+
+
 def test_a_policy_that_never_evicts_is_measured_at_its_bits():
-    policies, bits = zip(*split_arms("full,full@4,local@8"), strict=True)
-    found = GridArguments(policies=policies, kv_bits=bits, budgets=[RequestedBudget(tokens=12)]).pairs()
+    found = GridArguments(arms=split_arms("full,full@4,local@8"), budgets=[RequestedBudget(tokens=12)]).pairs()
     assert [(spec(policy), str(asked), setup.kv_bits) for policy, asked, setup in found] == [
         ("full", "100%", None),
         ("full", "100%", "4"),

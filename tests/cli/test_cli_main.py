@@ -203,6 +203,17 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_a_policy_of_this_package_is_shown_without_torch():
+    program = """
+import sys
+from typer.testing import CliRunner
+from kvkeep.cli.main import app
+assert "NACL" in CliRunner().invoke(app, ["policies", "show", "nacl"]).output
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_help_of_every_command_needs_no_torch():
     script = """
 import sys
@@ -225,6 +236,11 @@ def test_env_says_how_a_model_would_run(monkeypatch, fused, words):
     assert words in facts["decode_steps"] or native().library is None
     assert facts["model"] == str(model_folders.folder())
     assert "does not exist" in invoke("env", "./nothing-there").stderr
+
+
+def test_env_says_that_it_loads(monkeypatch):
+    monkeypatch.setattr(env.console, "BEATS_S", (0.001, 0.05))
+    assert f"loading {model_folders.folder()} …" in invoke("env", str(model_folders.folder())).stderr
 
 
 def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):
@@ -306,7 +322,7 @@ def test_tokens_that_are_none(text: str):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_960, "1.00 MB"), (5 * 10**12, "5.00 TB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_500, "1.00 MB"), (5 * 10**12, "5.00 TB")],
 )
 def test_bytes(number: int, text: str):
     assert console.show_bytes(number) == text

@@ -36,6 +36,11 @@ def test_the_facts_and_a_line_for_each_layer(tmp_path):
     assert [line.split()[0] for line in drawing] == [str(number) for number in range(len(snapshot.contents.layers))]
 
 
+def test_a_policy_has_its_short_name(tmp_path):
+    path = memories.save(tmp_path / "report.kvkeep", "keydiff:later")
+    assert "keydiff:later" in run(path).output
+
+
 def test_json_has_every_position(tmp_path):
     path, snapshot = memories.save(tmp_path / "report.kvkeep"), memories.snapshot()
     found = json.loads(run(path, "--json").stdout)

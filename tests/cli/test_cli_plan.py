@@ -186,7 +186,7 @@ def test_it_says_how_prompts_are_read():
 
 def test_the_embedded_model_is_the_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
-    assert json.loads(invoke("--json").stdout) == as_json()
+    assert json.loads(invoke("--json").stdout) == {**as_json(), "model": "embedded"}
 
 
 def test_no_memory_no_rows():

@@ -13,7 +13,7 @@ import kvkeep
 from kvkeep.cli import env, policies
 from kvkeep.cli.main import app
 from kvkeep.errors import PolicyError
-from kvkeep.policies import DEFAULT, registry
+from kvkeep.policies import DEFAULT, builtin_names, registry
 
 
 def invoke(*arguments: str):
@@ -185,3 +185,8 @@ def test_env_where_memory_is_not_told(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(env.os, "sysconf", unknown)
     assert "unknown memory" in invoke("env").stdout
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_a_policy_that_is_read_as_text_is_the_class(name: str):
+    assert policies._describe_source(name) == policies._describe(name, registry.class_of(name))

@@ -156,7 +156,7 @@ def test_a_search_that_was_stopped_goes_on(mine, tmp_path, answers, monkeypatch)
 def test_a_target_that_nothing_reaches_names_the_best(mine, tmp_path, answers):
     small = ("--policies", "tova", "--budgets", "8,12", "--target", "0.8", "--no-plots")
     said = refused("--questions", mine, *small, "-o", tmp_path / "out")
-    assert "The best was tova at 1" in said
+    assert "The best finalist was tova at 1" in said
     assert "keep the full cache" in said
     assert not (tmp_path / "out" / "kvkeep.toml").exists()
 
@@ -209,7 +209,7 @@ def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, 
     )
     result = tune(*few)
     assert "below it" in result.stdout
-    assert "No budget keeps 0.98 of the full cache's quality. The best was tova at 20" in " ".join(
+    assert "No budget keeps 98 % of the full cache's quality. The best finalist was tova at 20" in " ".join(
         result.stderr.split()
     )
     assert json.loads(tune(*few, "--json").stdout)["config"] is None

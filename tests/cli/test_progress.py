@@ -1,11 +1,16 @@
 """Work above ten seconds says every so often what it does, also where standard error is no terminal."""
 
+import io
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
+import model_folders
 import pytest
+from rich.console import Console
 
+import kvkeep
 from kvkeep.cli import console, generate_run, progress
 
 
@@ -53,6 +58,37 @@ def test_nothing_is_printed_outside_of_a_command_and_after_one(capsys):
         pass
     capsys.readouterr()
     assert beats(capsys, 0.15) == []
+
+
+def test_reading_says_how_far_it_is(capsys, monkeypatch):
+    found = []
+
+    @contextmanager
+    def watched(model, on_read):
+        found.append(on_read)
+        yield
+
+    monkeypatch.setattr(progress, "watched", watched)
+    model, _ = kvkeep.load(model_folders.folder())
+    with console.Heartbeat(), progress.reading(model, 10):
+        found[0](5.0)
+        assert beats(capsys)[-1].startswith("reading: 10 tokens, 50%, about ")
+        found[0](7.0)  # with the chat template's tokens
+        assert beats(capsys)[-1] == "reading: 10 tokens, 100%"
+    with console.Heartbeat(), progress.reading(model, 0):
+        assert beats(capsys)[-1].startswith("reading: ")
+
+
+def test_a_bar_of_short_work_is_never_drawn(monkeypatch):
+    drawn = io.StringIO()
+    screen = Console(file=drawn, force_terminal=True, width=80)
+    monkeypatch.setattr(console, "err", lambda: screen)
+    with progress.ProgressBar("text", "bar", text="short", after_s=60):
+        pass
+    assert "short" not in drawn.getvalue()
+    with progress.ProgressBar("text", "bar", text="long", after_s=0.01):
+        time.sleep(0.3)
+    assert "long" in drawn.getvalue()
 
 
 def test_text_and_progress_are_not_mixed_in_one_file(tmp_path, monkeypatch):

@@ -252,10 +252,8 @@ def check(engine, asked, found, name, rules):
     assert engine.memory_usage().allocated_bytes == before
 
 
-def run_all(one, first, last, *, called):
-    """Run one case for each seed; the numbers go to the standard output."""
-    logging.disable()
-    torch.set_num_threads(1)
+def tally(one, first, last, *, called):
+    """Run one case for each seed; return how many of what ended how, and how many faults there were."""
     ends, fired = Counter(), 0
     for seed in range(first, last):
         try:
@@ -265,7 +263,14 @@ def run_all(one, first, last, *, called):
             raise
         ends.update(found)
         fired += faults
-    print(json.dumps({f"{called}s": last - first, "faults": fired, **ends}))
+    return {f"{called}s": last - first, "faults": fired, **ends}
+
+
+def run_all(one, first, last, *, called):
+    """Run one case for each seed; the numbers go to the standard output."""
+    logging.disable()
+    torch.set_num_threads(1)
+    print(json.dumps(tally(one, first, last, called=called)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A queue of copies for tests on a CPU: copies come as late as they may, or at random moments before."""
 
+import functools
 import weakref
 from collections import deque
 from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 POISON = 0xA5
 
@@ -132,20 +132,32 @@ class LateQueue:
             pairs = zip(*(pair for _, *pair in self._pending), strict=True)
             self._known = (self.asked, self.done), *({x.untyped_storage().data_ptr() for x in one} for one in pairs)
         _, sources, targets = self._known
-        given = zip(func._schema.arguments, args, strict=False)
-        named = ((one, options[one.name]) for one in func._schema.arguments if one.name in options)
-        for argument, value in (*given, *named):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if argument.alias_info is not None and not writes:
-                continue  # a view
-            for one in tree_leaves(value):
+        for place, name, writes in _touched(func):
+            value = args[place] if place < len(args) else options.get(name)
+            for one in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(one, torch.Tensor) and one.device.type != "meta" and one.numel():
-                    place = one.untyped_storage().data_ptr()
-                    if place in targets or (writes and place in sources):
+                    start = one.untyped_storage().data_ptr()
+                    if start in targets or (writes and start in sources):
                         self.wrong.append(f"{func} {'writes' if writes else 'reads'} too early")
 
 
+@functools.cache
+def _touched(func):
+    """Where an operation takes tensors that it reads or writes, their names, and whether it writes them. Of a view it
+    does neither."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if "Tensor" in str(argument.type) and (writes or argument.alias_info is None):
+            found.append((place, argument.name, writes))
+    return found
+
+
 class _Watch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing here is compiled, and to say so before each operation takes longer than to look at it
+
     def __init__(self, queue):
         super().__init__()
         self._queue = queue

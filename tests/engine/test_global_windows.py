@@ -253,3 +253,37 @@ def test_a_model_of_windows_alone_has_nothing_to_share():
     ):
         BoundedCache(config, POLICY, BUDGET, head_budget="global")
     assert BoundedCache(config, POLICY, BUDGET, head_budget="ada").policy.spreads
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_layers_with_windows_leave_their_slots_to_the_others(name, rule):
+    found, equal = (cache_of(name, head_budget=rule, layer_budget=how) for how in ("sliding:0.5", "uniform"))
+    for cache in (found, equal):
+        feed(cache, batch(), name=name)
+    slots, before = ([sum(map(len, row)) for layer in held(cache) for row in layer] for cache in (found, equal))
+    for full, now, then in zip([one for one in kinds(name) for _ in range(2)], slots, before, strict=True):
+        assert now > then if full else now < then, (now, then)
+
+
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_an_engine_gives_the_tokens_of_a_cache_where_windows_leave_slots(rule):
+    how = {"head_budget": rule, "layer_budget": "sliding:0.5"}
+    requests = asked()
+    assert tokens(engine_of(**how), requests) == [alone(request, **how) for request in requests]
+
+
+def test_a_policy_s_own_rule_for_heads_gives_way_where_a_cache_cannot_have_it():
+    """`reread:later` shares the slots of all layers; in chunks of a cache its heads are equal, and an engine's
+    tokens are a cache's."""
+    ours, chunked = (BoundedCache(model("gemma3").config, "reread:later", 24, prefill_chunk=n) for n in (None, 8))
+    for cache in (ours, chunked):
+        feed(cache, batch())
+    assert any(layer.policy.shares_layers for layer in ours.bounded_layers().values())
+    assert not any(layer.policy.shares_layers for layer in chunked.bounded_layers().values())
+    with pytest.raises(UnsupportedOperationError, match="prefill_chunk"):
+        BoundedCache(model("gemma3").config, "reread", 24, prefill_chunk=8, head_budget="global")
+    requests = asked()
+    made = Engine(model("gemma3"), policy="reread:later", budget=24, rows=2)
+    want = [alone(replace(request, budget=24), policy="reread:later", head_budget=None) for request in requests]
+    assert tokens(made, requests) == want

@@ -207,6 +207,12 @@ BAD = {
     "itself or itself": ({"json": {"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}}, "refers to itself"),
     "a place that no list has": ({"json": {"$ref": f"#/allOf/{'9' * 5000}", "allOf": [{}]}}, "cannot be used"),
     "a grammar of itself": ({"grammar": "root ::= root"}, "has no text that ends|no text that ends"),
+    "a rule of itself": ({"grammar": 'root ::= "x" root'}, "its rule root has no text that ends"),
+    "a choice of itself": ({"grammar": 'start: a\na: "x" a | "y" a'}, "its rule a has no text that ends"),
+    "rules of each other": ({"grammar": 'root ::= a | b\na ::= "x" b\nb ::= "y" a'}, "its rule a has no text"),
+    "a group of itself": ({"grammar": 'root ::= ("x" root)+'}, "its rule root has no text that ends"),
+    "a way to no end": ({"grammar": 'root ::= "a" | ("b" on)?\non ::= "c" on'}, "its rule on has no text that ends"),
+    "a schema in a grammar": ({"grammar": 'start: "x" %json {"allOf": [{"$ref": "#"}]}'}, "its rule start has no text"),
     "a class": ({"regex": "a["}, "unclosed character class"),
     "looking ahead": ({"regex": "(?=a)"}, "look-ahead and look-behind, is not supported"),
     "a number": ({"regex": 5}, "give a text that is not empty"),
@@ -252,6 +258,24 @@ def test_parts_that_never_end_are_not_begun(engine, schema):
         assert one.error is None
         if one.finish_reason == "stop":
             json.loads(one.text)
+
+
+GRAMMARS = {
+    "once": ('root ::= ("x" root)?', "x*"),
+    "some times": ('root ::= "x" root{0,2}', "x+"),
+    "nested": ('start: "(" start ")" | DIGIT\nDIGIT: "1".."3"', r"\(*[123]\)*"),
+    "unused": ('start: "x"\nother: "y" other', "x"),
+    "settings and comments": ('// a: a\n%ignore / /\nstart: n "."\nn[lazy]: /[^:.]{3}/  # n', r"[^:.]{3}\."),
+    "a schema": ('start: "x" %json {"enum": [1]} | "y" start -> again', "y*x1"),
+    "a label": ('start: "y" start -> again|"x"', "y*x"),
+}
+
+
+@pytest.mark.parametrize(("text", "pattern"), GRAMMARS.values(), ids=GRAMMARS)
+def test_a_grammar_with_rules_of_itself_may_end(engine, text, pattern):
+    found = engine.generate([request({"grammar": text}, seed=seed, temperature=5.0, n=20) for seed in range(2)])
+    assert [one.error for one in found] == [None, None]
+    assert all(re.fullmatch(pattern, one.text) for one in found if one.finish_reason == "stop")
 
 
 def deep(levels):

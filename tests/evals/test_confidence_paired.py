@@ -108,6 +108,8 @@ def test_tables_name_their_protocol_and_their_questions():
     assert table.rows["h2o"][0].startswith("50 (")
     assert table.rows["h2o (positions=slot)"][0].startswith("100 (")
     assert report.share_tables(rows[1:]) == []  # nothing to compare with
+    wrong = row("full", "100%", [[text, i, 0] for text, i, _ in full])
+    assert report.share_tables([wrong, *rows[1:]]) == []  # of no right answer none can stay
     assert report.share_tables([{**one, "score": {"accuracy": 1.0}} for one in rows]) == []  # rows of earlier versions
 
 

@@ -105,6 +105,7 @@ def test_cells_of_a_model_that_is_too_weak_are_marked():
     assert report.weakness_notes([*weak, perplexity])[-1] == "† With this model perplexity can tell."
     assert "`tasks=perplexity,agreement,mass`" in report.weakness_notes(weak)[-1]
     assert [(weakness.task, weakness.percent) for weakness in report.weaknesses(weak)] == [("recall", 50.0)]
+    assert report.weaknesses([recall("full", "100%", 0.7)]) == []
 
 
 def test_without_a_full_cache_nothing_is_known_about_the_model():

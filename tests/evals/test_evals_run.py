@@ -13,7 +13,7 @@ import pytest
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals.forward import PLAIN, Setup
-from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_policies
+from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_arms, split_policies
 from kvkeep.evals.records import Records, key_of
 from kvkeep.evals.run import TaskPart, lay_out, run
 from kvkeep.evals.task import Options
@@ -42,7 +42,7 @@ def writer():
 
 
 def laid_out(policies="full,local", budgets=BUDGETS, tasks="perplexity", options=OPTIONS, seeds=(0,), **setup):
-    wanted = GridArguments(policies=split_policies(policies), budgets=budgets, setup=Setup(**setup))
+    wanted = GridArguments(arms=split_arms(policies), budgets=budgets, setup=Setup(**setup))
     return lay_out(
         writer().checkpoint, "m", find(tasks), wanted, [dataclasses.replace(options, seed=seed) for seed in seeds]
     )
@@ -186,7 +186,7 @@ def test_a_wrong_setup_is_refused_before_anything_runs(setup, error):
 
 def test_slot_positions_on_a_model_without_rotary_ones():
     checkpoint = loading.find(model_folders.folder("gpt2"))
-    wanted = GridArguments(policies=split_policies("local"), budgets=BUDGETS, setup=Setup(positions="slot"))
+    wanted = GridArguments(arms=split_arms("local"), budgets=BUDGETS, setup=Setup(positions="slot"))
     with pytest.raises(UnsupportedModelError, match="'gpt2' model has no rotary"):
         lay_out(checkpoint, "m", find("agreement"), wanted, [OPTIONS])
 

@@ -733,3 +733,39 @@ def test_shares_of_a_text():
         "12.5%",
         "4096",
     ]
+
+
+NOVEL = " ".join(f"Sentence {number} of a novel is about the sea." for number in range(400))
+OWN_TEXT = dataclasses.replace(OPTIONS, documents="text-dev", text=NOVEL, facts=4, ask="later")
+
+
+@pytest.mark.parametrize("template", [None, model_folders.TEMPLATE])
+def test_facts_between_the_sentences_of_a_text_are_asked_for_by_the_beginning_of_the_answer(tmp_path, template):
+    folder = model_folders.copy(tmp_path / "m")
+    if template is not None:
+        model_folders.edit_json(folder / "tokenizer_config.json", chat_template=template)
+    checkpoint = loading.find(folder)
+    for asked in recall.ask(checkpoint, OWN_TEXT, 400, 4):
+        fact = asked.question.facts[-1]
+        read, rest = map(checkpoint.tokenizer.decode, (asked.ids[: asked.first], asked.ids[asked.first :]))
+        assert "of a novel" in read
+        assert fact.say(fact.kind.statements[0]) in read
+        assert recall.ending_of(asked.question) in rest
+        assert rest.endswith(asked.question.lead)
+        assert f"{asked.question.lead} {asked.question.answer}." == fact.say(fact.kind.statements[0])
+        assert recall.right("continued", asked.question, f" {asked.question.answer}.\n")
+
+
+def test_what_rules_are_chosen_by_and_what_tables_measure_has_nothing_in_common():
+    dev, test = (STYLES[name].lexicon.kinds for name in ("text-dev", "text-test"))
+    for one, other in itertools.product(dev, test):
+        assert not {*one.statements, *one.questions} & {*other.statements, *other.questions}
+        assert not {*one.values} & {*other.values}
+
+
+@pytest.mark.parametrize("text", [None, " \n"])
+def test_facts_between_the_sentences_of_a_text_need_one(text):
+    with pytest.raises(InputError, match="give one with `text`"):
+        dataclasses.replace(OWN_TEXT, text=text)
+    with pytest.raises(InputError, match=r"facts=51 is more .* give 50 or fewer"):
+        dataclasses.replace(OWN_TEXT, facts=51)

@@ -41,7 +41,7 @@ def test_a_recipe_is_whole(name, quick):
     recipe = find(name)
     options = recipe.options(quick=quick)
     (task,) = tasks.find(options["tasks"])
-    arms = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits in split_arms(options["policies"])}
+    arms = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits, _ in split_arms(options["policies"])}
     asked = set(filter(None, options.get("parts", "").split(",")))
     assert asked <= KNOWN[task.name]
     assert recipe.source
@@ -218,11 +218,11 @@ def test_every_recipe_runs_on_the_embedded_model(name, tmp_path):
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     quick = recipe.options(quick=True)
     arms, budgets = split_arms(quick["policies"]), quick["budgets"].split(",")
-    cells = sum(len(budgets) if policy.evicts else 1 for policy, _ in arms)
+    cells = sum(len(budgets) if arm.policy.evicts else 1 for arm in arms)
     assert len(rows) == cells * len({row["case"] for row in rows})
     assert {row["case"].partition(",")[0] for row in rows} == set(quick["parts"].split(","))
     ours = recipe.table(rows).rows
-    asked = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits in arms}
+    asked = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits, _ in arms}
     for line, shown in ours.items():
         policy, setup, budget = read_line(line)
         if (policy, setup) in asked and (budget is None or budget in budgets):

@@ -23,16 +23,17 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import kvkeep
-from kvkeep.backends import layer_ops
+from kvkeep.backends import QuantizedTensor, layer_ops
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import handed
 from kvkeep.models.fused_layers import FusedLayer
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
-WHOLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"]
+WHOLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"]
 OTHERS = {
     "scaled residuals": (GraniteForCausalLM, GraniteConfig, {"residual_multiplier": 0.5}),
     "pairs of neighbours are rotated": (GlmForCausalLM, GlmConfig, {"head_dim": 16, "partial_rotary_factor": 1.0}),
@@ -314,6 +315,65 @@ def test_weights_that_change_are_read_again(change, calls, counted):
     assert counted["before"] == calls
 
 
+def _joined_in_place(layer):
+    layer.self_attn.qkv_proj.weight[64:].mul_(2)
+    layer.mlp.gate_up_proj.weight[80:].mul_(3)
+
+
+def _joined_anew(layer):
+    layer.self_attn.qkv_proj.weight = nn.Parameter(layer.self_attn.qkv_proj.weight * 2)
+    layer.mlp.gate_up_proj.bias = nn.Parameter(torch.arange(160.0) / 80)
+
+
+def _dropout(layer):
+    layer.resid_mlp_dropout.p = 1.0
+    layer.resid_mlp_dropout.train()
+
+
+@pytest.mark.parametrize(("change", "calls"), [(_joined_in_place, 8), (_joined_anew, 8), (_dropout, 4)])
+def test_joined_projections_that_change_are_read_again(change, calls, counted):
+    plain, model = both("phi3")
+    steps(model)
+    assert counted["before"] == 8
+    for one in (plain, model):
+        with torch.no_grad():
+            change(one.model.layers[0])
+    counted["before"] = 0
+    torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
+    assert counted["before"] == calls
+
+
+def test_projections_that_are_joined_in_another_order_stay():
+    class Turned(Phi3MLP):
+        def forward(self, x):
+            up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+            return self.down_proj(up * self.activation_fn(gate))
+
+    plain = made("phi3")
+    for layer in plain.model.layers:
+        layer.mlp.__class__ = Turned
+    kvkeep.attach(model := fused_copy(plain)[0])
+    assert not any(isinstance(module, FusedLayer) for module in model.modules())
+    torch.testing.assert_close(steps(model), steps(kvkeep.attach(plain)), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_forty_tokens_of_joined_projections(bits, counted):
+    """As a checkpoint's, and packed: the numbers of the packed weights are those of the plain model."""
+    plain = made("phi3")
+    packed = copy.deepcopy(plain)
+    for name, weight in list(packed.named_parameters()) if bits else ():
+        if "_proj" in name:
+            module, own = packed.get_submodule(name.rpartition(".")[0]), QuantizedTensor.quantize(weight, bits)
+            module.weight = nn.Parameter(own, False)
+            plain.get_parameter(name).data = own.dequantize()
+    model = kvkeep.attach(fused_copy(packed)[0])
+    counted.update(dict.fromkeys(COUNTS, 0))
+    found, expected = (steps(one, tokens=40).log_softmax(-1) for one in (model, kvkeep.attach(plain)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if not bits else 1e-3)
+    assert counted["whole"] > 0
+
+
 def _without_memory(model):
     model.to("meta")
 
@@ -422,7 +482,8 @@ def test_without_memory_torch_does_the_work(half, monkeypatch):
 
 def test_more_rows_than_the_kernel_takes(counted):
     plain, model = both()
-    torch.testing.assert_close(steps(model, rows=17), steps(plain, rows=17), rtol=0, atol=2e-5)
+    rows = layer_ops.most_rows(torch.float32) + 1
+    torch.testing.assert_close(steps(model, rows=rows), steps(plain, rows=rows), rtol=0, atol=2e-5)
     assert not counted["before"]
 
 

@@ -181,6 +181,38 @@ def test_missing_shard(tmp_path: Path):
         load(folder)
 
 
+def split(folder: Path, *, twice: str = "", index_of: int = 1) -> None:
+    """Split weights into two shards; a tensor may stand in both, and is the model's in the first or second."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    given = {tensor: names["layers.1" in tensor] for tensor in tensors}
+    stored = [{tensor: tensors[tensor] for tensor in given if given[tensor] == name} for name in names]
+    if twice:
+        stored[index_of % 2][twice] = torch.zeros_like(tensors[twice])
+        stored[index_of - 1][twice] = tensors[twice]
+        given[twice] = names[index_of - 1]
+    for name, content in zip(names, stored, strict=True):
+        save_file(content, folder / name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": given}))
+
+
+def test_a_tensor_in_two_shards_is_the_one_of_the_index_or_refused(tmp_path: Path):
+    """transformers takes the one of the last shard."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole = load(model_folders.folder())[0].get_parameter(name)
+    split(folder := model_folders.copy(tmp_path / "once"))
+    assert torch.equal(load(folder)[0].get_parameter(name), whole)
+    split(folder := model_folders.copy(tmp_path / "last"), twice=name, index_of=2)
+    assert torch.equal(load(folder)[0].get_parameter(name), whole)
+    split(folder := model_folders.copy(tmp_path / "first"), twice=name)
+    with expect(ModelFileError, name, "in 'model-00001-of-00002.safetensors'", "Remove the other"):
+        load(folder)
+    # with a whole file beside them, the shards are not read
+    (folder / "model.safetensors").write_bytes((model_folders.folder() / "model.safetensors").read_bytes())
+    assert torch.equal(load(folder)[0].get_parameter(name), whole)
+
+
 def test_weights_that_lack_a_tensor(tmp_path: Path):
     weights = model_folders.copy(tmp_path / "m") / "model.safetensors"
     tensors = load_file(weights)
@@ -275,6 +307,17 @@ def test_names_that_cannot_be(name: str):
 def test_names_that_can_only_be_folders(name: str):
     with expect(ModelFileError, "does not exist"):
         find(name)
+
+
+def test_a_name_that_is_nearly_right_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "smollm2").mkdir(parents=True)
+    for name in ("models/smolm2", "./models/smollm", str(tmp_path / "models" / "smollm3")):
+        with expect(ModelFileError, f"Did you mean {Path(name).with_name('smollm2')}"):
+            find(name)
+    with pytest.raises(ModelFileError) as caught:
+        find("./models/qwen")
+    assert "Did you mean" not in str(caught.value)
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

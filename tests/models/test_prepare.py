@@ -29,7 +29,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models.fused_modules import FusedLinear
 from kvkeep.models.packed_weights import PackedLinear, faster, pack_weights
-from kvkeep.models.prepare import FUSED, fuse_modules, prepare, prepare_for_rows, weight_layout
+from kvkeep.models.prepare import FUSED, describe, fuse_modules, prepare, prepare_for_rows, weight_layout
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -51,7 +51,7 @@ MODELS = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16}, 2 * (7 + 4 + 1 + 1) + 3),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6 + 1 + 1) + 3),
     "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1 + 1) + 3),
-    "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2) + 2),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2 + 1 + 1) + 3),
 }
 
 
@@ -71,6 +71,10 @@ def fused_copy(model):
     """A copy, fused, and the number of fused modules."""
     other = copy.deepcopy(model)
     return other, fuse_modules(other)
+
+
+def test_a_model_on_another_device_is_said_to_run_there():
+    assert describe(made().to("meta")) == "as transformers has them, with the backend for meta"
 
 
 def generated(model, rows: int = 3, tokens: int = 64):

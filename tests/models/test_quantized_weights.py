@@ -12,12 +12,14 @@ from types import ModuleType
 import model_folders
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM, HunYuanMoEV1Config, LlamaConfig, Qwen2MoeConfig
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.backends import QuantizedTensor
+from kvkeep.backends import QuantizedTensor, quantized_tensor
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.models import prepare, quantized_weights
@@ -196,6 +198,35 @@ def test_a_packed_model_lets_go_of_its_file(wide: Path, tmp_path: Path):
 
 
 @kernel
+def resident_pages() -> int:
+    """Return the bytes of files that this process holds in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssFile:")).split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_pages_of_a_checkpoint_leave_memory_while_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    numbers = torch.randn(4096, 1024)
+    file = tmp_path / "blob"  # as the hub's cache names it
+    save_file({"x": numbers}, file)
+    with safe_open(file, "pt") as opened:
+        weight = opened.get_slice("x")[...]
+    assert torch.equal(weight, numbers)
+    before = resident_pages()
+    monkeypatch.setattr(quantized_tensor, "_READ", 2**20)
+    packed = QuantizedTensor.quantize(weight, 8, quantized_weights._let_go)
+    assert resident_pages() < before - 15 * 2**20
+    assert torch.equal(packed.dequantize(), QuantizedTensor.quantize(numbers, 8).dequantize())
+    assert torch.equal(weight, numbers)
+
+
+def test_memory_that_is_no_file_stays():
+    numbers = torch.randn(1024, 1024)
+    expected = numbers.tolist()
+    quantized_weights._let_go(numbers)
+    assert numbers.tolist() == expected
+
+
 def test_a_packed_model_is_not_saved(wide: Path, tmp_path: Path):
     model = load(wide, load_in="int4")[0]
     assert model.config.to_dict() == load(wide)[0].config.to_dict()  # so that memories name other weights, not this

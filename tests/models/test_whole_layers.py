@@ -103,9 +103,17 @@ class Pair:
             change(cache)
 
 
+def test_a_model_of_one_layer(calls):
+    pair = Pair(attached(num_hidden_layers=1))
+    pair.feed(9)
+    for _ in range(20):
+        pair.feed()
+    assert len(calls) > 10
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("rows", [1, 3, 32])
 def test_the_same_bits(name, dtype, rows, calls):
     pair = Pair(attached(name, dtype), rows=rows)
     pair.feed(12)

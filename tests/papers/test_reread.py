@@ -10,7 +10,7 @@ from kvkeep import AttentionOptions, BudgetError, Layer, parse
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import AttentionInputs, SecondReading, reference
 from kvkeep.rotary import Rotation
-from kvkeep.types import Slots
+from kvkeep.types import Phase, Slots, View
 
 from .cases import CHAT, DECODE, Case, family, variant
 from .lockstep import compare, lockstep, make_layer, retained
@@ -152,3 +152,26 @@ def test_a_model_without_rotary_positions_is_refused():
 def test_more_protected_than_the_budget_is_refused():
     with pytest.raises(BudgetError):
         make_layer(Case("reread", 3, (1,)))
+
+
+def test_shares_of_heads_compare_by_the_length_of_their_values():
+    """Of tokens that are there; among the heads of one layer, and with equal heads not at all."""
+    positions = torch.tensor([[[0, 1, 2], [-1, 1, 2]]])
+    values = torch.tensor([[[[3.0, 4.0]] * 3, [[9.0, 9.0], [0.0, 1.0], [0.0, 3.0]]]])
+    again = torch.tensor([[[0.5, 0.1, 0.2], [0.0, 0.3, 0.4]]])
+    seen = torch.tensor([3])
+    view = View(
+        positions=positions,
+        keys=values,
+        values=values,
+        seen=seen,
+        budget=2,
+        new=seen,
+        prompt=seen,
+        phase=Phase.PREFILL,
+        layer=0,
+        sequences=torch.zeros(1, dtype=torch.int64),
+    )
+    torch.testing.assert_close(parse("reread").score(view, {"again": again}), again)
+    want = again * torch.tensor([[[5.0], [2.0]]])
+    torch.testing.assert_close(parse("reread:later").score(view, {"again": again}), want)

@@ -189,6 +189,10 @@ def test_layers_with_windows_share_no_budget(tmp_path: Path, kv_bits: str | None
         assert 2 * found.bounded.row_bytes == real
         assert found.setting.layer_budgets() == [12 if kind == "sliding_attention" else 30 for kind in kinds]
         waiting.append(found.bounded.prompt_bytes - apart.bounded.prompt_bytes)
+        spread = {"layer_budget": "sliding:0.5", "head_budget": "global"}
+        assert 2 * made("h2o", 30, **given, **spread).bounded.row_bytes == measured(
+            model, "h2o", 30, rows=2, kv_bits=kv_bits, **spread
+        )
     assert waiting[1] == 3 * waiting[0] > 0
 
 

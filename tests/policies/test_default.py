@@ -14,7 +14,7 @@ from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.main import app
 from kvkeep.cli.plan import PlanOptions
 from kvkeep.planning.plan import plan
-from kvkeep.policies import DEFAULT, LATER
+from kvkeep.policies import CONVERSATION, DEFAULT, LATER
 from kvkeep.policies.registry import label
 
 
@@ -38,7 +38,11 @@ def test_an_evaluation_measures_the_default():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(DEFAULT, "snapkv:decode=score,window=8,kernel=13,recent=64"), (LATER, "keydiff:recent=8,sinks=4")],
+    [
+        (DEFAULT, "snapkv:decode=score,window=8,kernel=13,recent=64"),
+        (LATER, "reread:equal=0.2"),
+        (CONVERSATION, "keydiff:recent=8,sinks=4"),
+    ],
 )
 def test_people_read_a_short_name_and_files_have_the_options(name, options):
     assert kvkeep.spec(kvkeep.parse(name)) == options

@@ -222,6 +222,23 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
     assert isinstance(made[0](built.layout), Built)
 
 
+def test_workers_are_given_the_memory_that_their_rows_may_take(tmp_path, monkeypatch):
+    given = []
+
+    def room_for(count, nbytes, **options):
+        given.append(nbytes)
+        raise InputError("This is enough.")
+
+    monkeypatch.setattr(generate_batch, "check_ray", lambda address: None)
+    monkeypatch.setattr(driver, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(generate_batch_workers, "room_for", room_for)
+    source = write(tmp_path / "in.jsonl", *({"prompt": f"Once {n}"} for n in range(100)))
+    for most in ("120kB", "240kB"):
+        words = ("--ray-workers", 1, "--budget", 16, "--kv-memory", most)
+        assert "This is enough." in run("-i", source, "-o", tmp_path / "out.jsonl", *words).said
+    assert given[1] - given[0] == 120_000
+
+
 @pytest.mark.usefixtures("no_ray")
 def test_without_ray_the_error_names_the_extra(lines):
     result = run("-i", lines[0], "-o", lines[1], "--ray-workers", 2)

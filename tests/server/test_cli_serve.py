@@ -215,6 +215,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         ("/models/smollm2/", "smollm2"),
         ("org/smollm2", "smollm2"),
         ("C:\\m\\smollm2", "smollm2"),
+        ("m/smollm2.gguf", "smollm2"),
         ("mine", "mine"),
         ("/", "/"),
     ],

@@ -114,6 +114,19 @@ def test_responses(client):
     assert isinstance(parsed.output_parsed, Person)
 
 
+def test_answers_and_events_have_all_fields_that_the_types_require(client):
+    """The client itself does not check them; strict clients of the same API do."""
+    tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]
+    for more in ({"top_logprobs": 1, "max_output_tokens": 4}, {"tools": tools, "tool_choice": "required"}):
+        asked = {"model": NAME, "input": "Who?", "temperature": 0, "max_output_tokens": 30, **more}
+        for found in client.responses.create(**asked, stream=True):  # the last one has the whole answer
+            type(found).model_validate(found.model_dump(exclude_unset=True, by_alias=True))
+    asked = {"model": NAME, "messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for found in (client.chat.completions.create(**asked), *stream):
+        type(found).model_validate(found.model_dump(exclude_unset=True, by_alias=True))
+
+
 @pytest.mark.slow
 def test_tools_of_responses(client):
     tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]

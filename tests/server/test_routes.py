@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import kvkeep
@@ -306,6 +308,12 @@ def test_the_document_names_all_routes_and_bodies(server):
     body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "policy" in body["properties"]
     assert "$ref" not in str(body)
+    for path, methods in paths.items():
+        for route in methods.values():
+            named = [
+                one["name"] for one in route.get("parameters", []) if (one["in"], one["required"]) == ("path", True)
+            ]
+            assert named == re.findall(r"{(\w+)}", path)
 
 
 def test_every_route_but_health_needs_a_key():

@@ -217,6 +217,7 @@ REFUSED = [
     ({"response_format": BOMB}, "response_format"),
     ({"structured_outputs": {"regex": "a["}}, "structured_outputs"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+    ({"guided_grammar": 'root ::= "x" root'}, "guided_grammar"),
     ({"structured_output": {"regex": "a"}}, "structured_output"),
     ({"tools": [{"type": "function"}]}, "tools[0]"),
     ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),

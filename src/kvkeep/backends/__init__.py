@@ -91,6 +91,8 @@ def missing_kernel(device: torch.device) -> str | None:
 
 @functools.cache
 def _made(kind: type[Backend]) -> Backend:
+    """Return the backend of a kind."""
+    # one object per kind, since a backend may cache what it has compiled
     return kind()
 
 

@@ -29,7 +29,8 @@ GROUP_SIZE = 32
 """Weights that share a scale and a minimum where `QuantizedTensor.quantize` chooses; columns are a multiple of it."""
 
 _FACTORS = 4 * LANES  # bytes
-_AT_ONCE = 2**20  # weights
+_AT_ONCE = 2**18  # weights; with more, what was needed meanwhile stays with the allocator
+_READ = 2**23  # weights
 _LARGEST_HALF = 15  # the exponent of the largest float16
 _UNPACK = struct.Struct("4q 3q 2q")  # Unpack in quantized.h
 _aten = torch.ops.aten
@@ -93,24 +94,37 @@ class QuantizedTensor(Tensor):
         return cls(torch.empty(size, dtype=torch.uint8, device="cpu"), shape, bits, group, dtype)
 
     @classmethod
-    def quantize(cls, weight: Float[Tensor, "rows columns"], bits: int) -> QuantizedTensor:
+    def quantize(
+        cls, weight: Float[Tensor, "rows columns"], bits: int, done: Callable[[Tensor], None] | None = None
+    ) -> QuantizedTensor:
         """Return a matrix rounded to 4 or 8 bits: codes reach from the smallest to the largest weight of a group.
 
         Args:
             weight: the matrix; its columns are a multiple of `GROUP_SIZE`.
             bits: of a code.
+            done: is called with each part of the matrix, some millions of weights, that has been read.
         """
         rows, columns = weight.shape
         result = cls.blank((rows, columns), bits, GROUP_SIZE, weight.dtype)
-        step = cls.rows_at_once(columns)
+        most = LANES * max(1, _READ // (LANES * columns))
+        for begin in range(0, rows, most):
+            part = weight[begin : begin + most]
+            result._quantize_rows(begin, part, bits)
+            if done is not None:
+                done(part)
+        return result
+
+    def _quantize_rows(self, begin: int, weight: Float[Tensor, "n columns"], bits: int) -> None:
+        """Fill rows from ``begin`` on with rounded weights."""
+        rows, columns = weight.shape
+        step = self.rows_at_once(columns)
         for first in range(0, rows, step):
             groups = weight[first : first + step].detach().float().unflatten(1, (-1, GROUP_SIZE))
             minimums, largest = groups.amin(-1), groups.amax(-1)
             scales = (largest - minimums) / (2**bits - 1)
             steps = (groups - minimums[..., None]) / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
             codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
-            result.set_rows(first, codes.flatten(1), scales, minimums)
-        return result
+            self.set_rows(begin + first, codes.flatten(1), scales, minimums)
 
     def set_rows(
         self,
@@ -167,6 +181,12 @@ class QuantizedTensor(Tensor):
         found: Tensor = values if indices is None else values[indices.flatten()]
         return found
 
+    def rows(self, first: int, last: int) -> QuantizedTensor:
+        """Return a view of rows ``first`` to ``last``, the last one excluded; ``first`` is a multiple of `LANES`."""
+        assert first % LANES == 0, first
+        part = self.packed[first // LANES : -(-last // LANES)]
+        return QuantizedTensor(part, (last - first, self.shape[1]), self.bits, self.group, self.dtype)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch gives it the contents as text
         """Return shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, bits={self.bits}, group={self.group}, dtype={self.dtype})"
@@ -176,6 +196,7 @@ class QuantizedTensor(Tensor):
         return self.packed.data_ptr()
 
     def _like(self, packed: Tensor, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """Return a tensor of this one's shape, bits and group around other packed bytes."""
         rows, columns = self.shape
         return QuantizedTensor(packed, (rows, columns), self.bits, self.group, dtype or self.dtype)
 
@@ -247,6 +268,7 @@ def _changes(declared: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _refuse() -> NoReturn:
+    """Raise the error that packed weights cannot be changed."""
     raise UnsupportedOperationError(
         "Quantized weights cannot be changed or trained. Load the model without `load_in`; a GGUF file with `unpacked`."
     )
@@ -268,6 +290,7 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 def _restored(
     packed: Tensor, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype, is_parameter: bool
 ) -> Tensor:
+    """Return a tensor that was pickled or copied."""
     tensor = QuantizedTensor(packed, shape, bits, group, dtype)
     return torch.nn.Parameter(tensor, False) if is_parameter else tensor
 
@@ -276,6 +299,7 @@ def _restored(
 
 
 def _block_bytes(columns: int, bits: int, group: int) -> int:
+    """Return the bytes of a block of `LANES` rows: codes, and a scale and a minimum for each group."""
     return _FACTORS + LANES * (columns * bits // 8 + columns // group * 4)
 
 

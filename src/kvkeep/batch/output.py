@@ -99,6 +99,7 @@ def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int
 
 
 def _completion(result: Result) -> dict[str, Any]:
+    """Return the ``completion`` of an output line."""
     found = {
         "text": result.text,
         "finish_reason": result.finish_reason,
@@ -322,6 +323,7 @@ class OutputFile:
             self._torn = b""
 
     def _sync(self) -> None:
+        """Wait until the lines so far are on the disk, and note the time."""
         result_files.sync(self._file)
         self._synced = time.monotonic()
 
@@ -361,6 +363,7 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str,
 
     Weights are compared only if both jobs know theirs, and the layout of weights never is.
     """
+    # a job goes on with the layout that its output names, whatever this machine would choose
     known = {*one, *other} - {LAYOUT}
     if not ("weights" in one and "weights" in other):
         known -= {"weights"}

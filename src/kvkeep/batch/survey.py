@@ -147,6 +147,7 @@ class Pace:
 
     @property
     def _to_read(self) -> float:
+        """Return the prompt tokens that have not been read yet."""
         return max(0.0, self._prompts - self._read - self._in_part)
 
 
@@ -322,6 +323,9 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
 
 
 def _shape(line: InputLine) -> Shape:
+    """Return what planning has to know of a line: lengths, policy, budget and pins of its longest request, and its
+    work.
+    """
     longest = max(line.requests, key=lambda request: len(request.prompt or ()))
     policy = longest.policy if isinstance(longest.policy, str) else None
     prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens

@@ -140,7 +140,8 @@ class BoundedCache(PhasedCache):
     def continue_with(
         self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None
     ) -> BatchEncoding:
-        """Compare a conversation with the tokens that the cache holds, and return the model's input for the rest.
+        """Compare a whole conversation with the tokens that the cache holds, and return the model inputs for the new
+        tokens.
 
         ``model(**cache.continue_with(ids))`` and ``model.generate(**cache.continue_with(ids))`` feed the new tokens
         only, as a prompt. From its first call on, the cache records the ids of all tokens that an attached model feeds.
@@ -181,7 +182,7 @@ class BoundedCache(PhasedCache):
         return BatchEncoding({**inputs, usual(): self}).to(device_of(ids, self._device))
 
     def note(self, ids: Int[Tensor, "B T"], attention_mask: Tensor | None = None) -> None:
-        """Record the ids of tokens that are about to be fed; do nothing before the first `continue_with`.
+        """Record the ids of tokens that are about to be fed. Before the first `continue_with`, do nothing.
 
         An attached model calls this method itself.
 
@@ -201,7 +202,9 @@ class BoundedCache(PhasedCache):
         return self._history.records
 
     def phase_at(self, columns: int) -> Phase | None:
-        """Return `Phase.PREFILL` for columns that `continue_with` returned as a prompt; ``None`` for later ones."""
+        """Return `Phase.PREFILL` while ``columns`` lies within a prompt that `continue_with` has returned; else
+        ``None``.
+        """
         return Phase.PREFILL if columns < self._history.prompt_columns else None
 
     def reset(self) -> None:
@@ -239,7 +242,7 @@ class BoundedCache(PhasedCache):
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
     def _check_whole(self) -> None:
-        """Refuse to go on after a failed step, see `check_whole`."""
+        """Refuse to go on after a step that failed half way, see `check_whole`."""
         check_whole(self.bounded_layers().values())
 
     def bounded_layers(self) -> dict[int, Layer]:
@@ -258,7 +261,8 @@ class BoundedCache(PhasedCache):
         return self.row_snapshots.weights
 
     def feeds(self, weights: FeedingWeights) -> None:
-        """Set the weights of the model that is about to feed the cache. An attached model calls this method itself.
+        """Note which weights are about to feed the cache, and refuse others than those of a restored snapshot. An
+        attached model calls this method itself.
 
         Raises:
             SnapshotError: the cache holds a snapshot that was made with other weights.
@@ -276,7 +280,8 @@ class BoundedCache(PhasedCache):
             layers[number].scale_keys(exponents[number])
 
     def check_adapters(self) -> None:
-        """Refuse to be fed after the model's adapters were switched; an attached model calls it itself.
+        """Refuse to go on if the model's adapters were switched since the cache was last fed. An attached model calls
+        this method itself.
 
         Raises:
             SnapshotError: the cache holds tokens that were read with other adapters.
@@ -367,7 +372,7 @@ class BoundedCache(PhasedCache):
         return {i: state for i, layer in enumerate(self.layers) if (state := state_part(layer)) is not None}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
-        """Return the true positions of the tokens in a layer's slots, -1 = empty.
+        """Return the position of the token in each slot of a layer, -1 for an empty slot.
 
         The tensor is live: do not change it.
 
@@ -383,7 +388,9 @@ class BoundedCache(PhasedCache):
         return bounded.store.positions
 
     def lost_mass(self) -> dict[int, LostShares]:
-        """Return the attention share of evicted tokens by layer, for each row and KV head; see `LostMass`."""
+        """Return the share of attention mass that evicted tokens carried, by layer, for each row and KV head; see
+        `LostMass`.
+        """
         layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
         return {number: shares(layer.block.lost) for number, layer in layers.items()}
 
@@ -392,7 +399,7 @@ class BoundedCache(PhasedCache):
         return sum((layer.memory() for layer in self.bounded_layers().values()), MemoryUsage())
 
     def begin(self, layer_idx: int) -> HandingLayer | None:
-        """Set the phase of a layer that is about to get new tokens, and return the layer; ``None`` if it has no slots.
+        """Prepare a layer for new tokens: set their phase, and return the layer, or ``None`` if it has no slots.
 
         With the first layer a step begins: refuse one after a failed step.
 

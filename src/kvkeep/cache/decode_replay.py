@@ -58,8 +58,7 @@ class DecodePaths:
         self._not_fused: str | None = "the layer has no slots yet"
 
     def begin(self, backend: Backend, *, window: int | None, even: bool) -> None:
-        """Check anew whether steps can be fused, and drop the recorded step: the layer works on another block from
-        now on.
+        """Start working on another block: decide anew whether steps on it can be fused, and drop the recorded step.
 
         Args:
             backend: works on the block.
@@ -70,11 +69,11 @@ class DecodePaths:
         self._not_fused = why_not_fused(self._policy, backend, window=window, even=even)
 
     def forget(self, why: str) -> None:
-        """Drop the recorded step, and store the reason for `took`."""
+        """Drop the recorded step, and keep the reason, which `took` will report."""
         self.recorded, self._not_replayed = None, why
 
     def took(self, path: DecodePath, why: str | None = None) -> None:
-        """Set `path` and `why` after a step. By default ``why`` is the reason why the step was not a replay.
+        """Set `path` and `why` after a step.
 
         Do nothing while a compiler traces.
         """
@@ -83,7 +82,7 @@ class DecodePaths:
             self.why = "" if path is DecodePath.REPLAY else self._not_replayed if why is None else why
 
     def why_not_replayed(self, block: Block, options: AttentionOptions) -> str | None:
-        """Return the reason against replaying the recorded step on a block; ``None`` if it may be tried."""
+        """Return the reason why the recorded step cannot be replayed on a block; ``None`` if it may be tried."""
         recorded = self.recorded
         if recorded is None:
             return _NOT_RECORDED
@@ -96,11 +95,11 @@ class DecodePaths:
         return None if recorded.is_same(block, options) else "the block or the model's options have changed"
 
     def why_not_fused(self, block: Block) -> str | None:
-        """Return the reason against a fused step on a block; ``None`` if it may be tried."""
+        """Return the reason why a step on a block cannot be fused; ``None`` if it may be tried."""
         return self._not_fused if block.pins is None else "a row has pins, of which a kernel knows nothing"
 
     def may_record(self, block: Block, *, alone: bool) -> bool:
-        """Return whether the next step on a block may be a repetition of this step with other tokens.
+        """Return whether this step may be recorded: whether the next one can be the same with other tokens.
 
         Args:
             block: the slots.
@@ -151,7 +150,7 @@ _OVERRIDDEN = "a subclass has overridden the rule that the kernel would apply"
 
 @functools.cache
 def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
-    """Return whether an ability still describes a policy: no subclass overrides an attribute that it relies on."""
+    """Return whether no subclass of a policy overrides a method that its declared ability describes."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
@@ -177,10 +176,14 @@ class CachedStatistic:
         self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
 
     def by(self, view: View) -> Statistic:
-        """Return the statistic that the policy wants for this step; the cached one while its inputs stay the same."""
+        """Return the statistic that the policy wants for this step. It is cached while prompt and budget stay the
+        same.
+        """
         numbers = [tensor for tensor in (view.prompt, view.budget) if isinstance(tensor, Tensor)]
         if not self._steady or any(not tensor.is_cpu or tensor.is_inference() for tensor in numbers):
             return self._policy.wants(view)  # tensors of inference mode do not count the writes into them
+        # torch increments the version with each write, so an unchanged number means an unchanged tensor without reading
+        # it
         versions = [tensor._version for tensor in numbers]
         if self._last is not None:
             prompt, budget, before, statistic = self._last
@@ -191,7 +194,7 @@ class CachedStatistic:
         return statistic
 
     def remembers(self, prompt: Tensor, budget: Budget) -> bool:
-        """Return whether the cached statistic is valid for a step with this prompt and budget."""
+        """Return whether the cached statistic still holds for this prompt and budget."""
         last = self._last
         if last is None or last[0] is not prompt or last[1] is not budget:
             return False
@@ -203,13 +206,15 @@ class CachedStatistic:
 
 
 def _is_steady(policy: Policy) -> bool:
-    """Return whether a policy wants the same statistic for all tokens that are generated after a prompt."""
+    """Return whether a policy wants one and the same statistic for all decode steps after a prompt."""
     options = None if policy.sums is None else policy.sums.steady
     return options is not None and all(getattr(policy, name) == value for name, value in options.items())
 
 
 def one_each(rows: int, device: torch.device) -> Int[Tensor, " B"]:
-    """Return a tensor with one new token per row. On a CPU it is shared, and must not be written."""
+    """Return how many new tokens each row has: one each, as a tensor. On a CPU the tensor is shared and must not be
+    written.
+    """
     if device.type == "cpu":
         return _ones(rows)
     return torch.ones(rows, dtype=torch.int64, device=device)
@@ -217,6 +222,7 @@ def one_each(rows: int, device: torch.device) -> Int[Tensor, " B"]:
 
 @functools.lru_cache(maxsize=64)
 def _ones(rows: int) -> Int[Tensor, " B"]:
+    """Return a shared tensor of ones, usable in inference mode and out of it."""
     with torch.inference_mode(False):
         return torch.ones(rows, dtype=torch.int64)
 
@@ -239,7 +245,8 @@ class Repeating:
         self.call, self._asked, self._held = call, _asked(options), False
 
     def hold(self, block: Block) -> None:
-        """Store references to the block, with one budget for all rows, on which the step has worked.
+        """Remember, through weak references, the block on which the step has worked. The block must have one budget
+        for all rows.
 
         Only the first call has an effect: steps of another kind may follow on a block whose tensors have been replaced.
         """
@@ -250,7 +257,7 @@ class Repeating:
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
-        """Return whether a step on this block with these options may differ from the last one in its tokens alone."""
+        """Return whether the recorded step fits this block and these options, so that only the tokens differ."""
         if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
             return False
         if self._seen() is not block.seen:
@@ -262,4 +269,5 @@ class Repeating:
 
 
 def _asked(options: AttentionOptions) -> tuple[object, ...]:
+    """Return the options on which a fused step depends."""
     return options.scaling, options.window, options.softcap, options.sinks, options.top

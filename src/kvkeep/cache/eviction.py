@@ -26,7 +26,8 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, V
 
 
 def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
-    """Return the budgets that a policy gives to heads. Where pins need more, heads with spare slots give some up.
+    """Return the budget of each head under a policy that divides a common one. Where pins need more, heads with spare
+    slots give some up.
 
     The sum over a row's heads stays the same.
     """
@@ -47,7 +48,8 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
 def may_stay(
     policy: Policy, view: View, score: Float[Tensor, "B Hk S"], mean: Int[Tensor, "B 1"], *, heads: int
 ) -> Bool[Tensor, "B Hk S"]:
-    """Return which tokens may stay when other heads will join the division. Other tokens are evicted in any case.
+    """Return which tokens may still stay, whatever the heads of the later layers hold. All others can be evicted at
+    once.
 
     Args:
         policy: a policy whose heads share a budget over the layers.
@@ -67,9 +69,7 @@ def may_stay(
 
 
 def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
-    """Return the slots that each head needs for pinned tokens and for the sinks and recent tokens of an equal
-    budget.
-    """
+    """Return the fewest slots that each head needs: for its pinned tokens, sinks and recent tokens."""
     pins = view.pins
     assert pins is not None
     view = replace(view, budget=mean)
@@ -93,9 +93,7 @@ def append(
     *,
     backend: Backend,
 ) -> None:
-    """Write one token per row into an empty slot of each head, and set the policy's state of these slots to its
-    start.
-    """
+    """Write one token per row into an empty slot of each head, and initialise the policy's state of that slot."""
     slot = backend.append(block.store.slots(), keys, values, positions)
     for name, start in policy.slots.items():
         block.state[name].scatter_(-1, slot, start)
@@ -111,7 +109,7 @@ def fused_step(
     options: AttentionOptions,
     window: int | None,
 ) -> FusedStep:
-    """Return the arguments with which a backend appends, attends, observes and evicts in one call, in place.
+    """Return the description of a decode step that a backend makes in one call: append, attend, observe and evict.
 
     Args:
         policy: one for which `kvkeep.cache.decode_replay.why_not_fused` has no reason.
@@ -134,7 +132,7 @@ def fused_step(
 def fused(
     policy: Policy, block: Block, view: View, step: FusedStep, *, window: int | None, backend: Backend
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Let the backend make a step of `fused_step`, and evict afterwards for a policy that evicts in bursts.
+    """Let the backend run a step of `fused_step`. For a policy that evicts in bursts, evict afterwards.
 
     Returns:
         The attention output; ``None`` if the backend declines the step, and then nothing has changed.
@@ -146,7 +144,7 @@ def fused(
 
 
 def _added(policy: Policy, block: Block, view: View) -> Added:
-    """Return the state of a policy as a backend's fused step updates it."""
+    """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
     state, lost = block.state, block.lost[..., 2:]
     if policy.tally is None:
         assert policy.sums is not None
@@ -161,7 +159,8 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> bool:
-    """After a decode step, empty slots of every row and head that holds too many tokens. No token is moved.
+    """Evict after a decode step: empty the worst slots of every head that holds more than its budget. No token is
+    moved.
 
     Args:
         policy: scores the slots and says how many stay.
@@ -181,6 +180,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     stays = limit(policy, view, block.state, window=window)
     # sums at hand are a score that costs nothing: the backend then finds out itself which rows are over
     at_hand = policy.slots and policy.bursts is None and not policy.stochastic
+    # counting is cheaper than scoring, and while the slots fill up no row is over its budget
     if not at_hand and not backend.is_over(held, stays):
         return False
     if policy.bursts is not None:
@@ -197,7 +197,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 def cut(
     policy: Policy, block: Block, view: View, state: State, *, window: int | None, used: int, chunk: Slots | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """After a chunk, keep the best tokens of slots and chunk, with their state. Tokens that have a slot stay in it.
+    """Evict after a prefill chunk: of slots and chunk together, keep the best tokens with their state. Tokens that
+    have a slot stay in it.
 
     The state of heads is written as it is.
 
@@ -229,9 +230,10 @@ def cut(
 def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """Return for each token whether it stays after a chunk."""
+    """Return a mask of the tokens that stay after a prefill chunk."""
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
+    # on a GPU the question itself would make the host wait
     if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
         return there
     return ranking.keep(_shielded(policy, view, score), view.positions, most)
@@ -248,7 +250,7 @@ def scored(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
-    """Return how many slots stay occupied: the budget, or what a policy with bursts or growth says.
+    """Return how many slots of each head may stay occupied: the budget, or what a policy with bursts or growth says.
 
     A row whose budget holds the sliding window keeps all of its budget.
 
@@ -275,18 +277,19 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 
 
 def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """Return the policy's scores, with those of protected tokens infinite (`ranking.protect`)."""
+    """Return the policy's scores, raised to infinity for protected tokens (`ranking.protect`)."""
     return _shielded(policy, view, _scores(policy, view, state))
 
 
 def _shielded(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Return scores with those of protected tokens infinite (`ranking.protect`)."""
+    """Return the given scores, raised to infinity for protected tokens (`ranking.protect`)."""
     sinks, recent = policy.protected(view.budget)
     return ranking.protect(score, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """Return the policy's scores, adjusted for heads that keep only their first and newest tokens.
+    """Return the policy's scores after a check of their dtype and shape, adjusted for heads that keep only first and
+    newest tokens.
 
     Raises:
         PolicyError: the policy's scores are no floats, or not one for each slot.
@@ -310,7 +313,7 @@ def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]
 def check_room(
     policy: Policy, block: Block, T: int, real: Bool[Tensor, "B T"] | None, *, phase: Phase, window: int | None
 ) -> None:
-    """Refuse new tokens for which a policy that does not evict them has no room.
+    """Refuse new tokens that neither fit into the budget nor can be made room for by eviction.
 
     A policy that evicts has room for any number, unless its budget grows with generated tokens (`Policy.grows`).
     Probes are not stored, and need none.
@@ -334,7 +337,7 @@ def check_room(
 
 
 def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:
-    """Refuse tokens that need more slots than a row's budget has.
+    """Refuse a step after which a row would need more slots than its budget.
 
     Args:
         block: the slots and their budgets.
@@ -359,7 +362,7 @@ def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> N
 
 
 def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *, window: int | None) -> None:
-    """Refuse pins for which a row has no room.
+    """Refuse pins that do not fit into the budget of their row beside what the policy protects.
 
     Args:
         policy: protects tokens of its own.

@@ -54,7 +54,9 @@ class HandedKeys(Tensor):
 
 
 def unwrap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, HandingLayer | None]:
-    """Return ordinary keys and values, and the layer that handed them on; ``None`` for keys from elsewhere."""
+    """Return keys and values as ordinary tensors, and the layer that tagged them; ``None`` for keys that no kvkeep
+    cache handed over.
+    """
     if not isinstance(keys, HandedKeys):
         return keys, values, None
     with torch._C.DisableTorchFunctionSubclass():
@@ -115,7 +117,8 @@ class HandingLayer(CacheLayerMixin):
         return handed
 
     def phase_of(self, T: int) -> Phase:
-        """Return the phase of ``T`` new tokens: the one that is set, or decode for a single token after the first call.
+        """Return the phase of ``T`` new tokens: the one that is set; else decode for a single token after the first
+        call, and prefill for all others.
 
         By default all other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
         a conversation.
@@ -123,7 +126,7 @@ class HandingLayer(CacheLayerMixin):
         return self.phase or (Phase.DECODE if T == 1 and self.columns else Phase.PREFILL)
 
     def take(self) -> Stepper:
-        """Return the stepper for the keys of the last `update`. It is returned once for each `update`.
+        """Return the stepper of the layer, once for each `update`; refuse a second attention over the same keys.
 
         Raises:
             UnsupportedModelError: attention was called twice for the same keys.
@@ -137,7 +140,9 @@ class HandingLayer(CacheLayerMixin):
         return self.stepper
 
     def get_seq_length(self) -> int:
-        """Return the logical length of the sequence, from which models derive positions."""
+        """Return how many columns were fed so far, padding and evicted tokens included; models derive positions from
+        it.
+        """
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -222,7 +227,7 @@ class BoundedLayer(HandingLayer):
 
 
 def handing_part(layer: object) -> HandingLayer | None:
-    """Return the part of a cache's layer that hands keys on, or ``None`` if it has none."""
+    """Return the part of a cache layer that hands keys over to attention; ``None`` for a layer without keys."""
     part = getattr(layer, "keys_part", layer)
     return part if isinstance(part, HandingLayer) else None
 
@@ -239,7 +244,7 @@ class PhasedCache(Cache):
     latent = False
 
     def phase_at(self, columns: int) -> Phase | None:
-        """Return ``None``: this cache knows no phase beyond its ``phase``. Subclasses may know that of a column."""
+        """Return ``None``. A subclass may know the phase of the tokens from column ``columns`` on."""
         return None
 
     def update(
@@ -250,7 +255,7 @@ class PhasedCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer, set its phase, and return the keys tagged, see `HandingLayer.update`.
+        """Tag the new keys of a layer so that attention finds the layer, and return them with the values.
 
         Raises:
             UnsupportedModelError: the model attended to latents by itself.
@@ -267,13 +272,14 @@ class PhasedCache(Cache):
         """
         if (layer := handing_part(self.layers[layer_idx])) is not None:
             layer.phase, layer.latent = self.phase or self.phase_at(layer.columns), self.latent
+            # keys that are still untaken when the next layer begins were attended by the model's own code
             if self.latent and any(part.handed for part in map(handing_part, self.layers) if part is not None):
                 raise UnsupportedModelError(_BYPASSED)  # a layer before this one, or the last one of the last step
         return layer
 
 
 def refuse_rollback() -> NoReturn:
-    """Raise the error for a caller who wants to remove the newest tokens of a cache.
+    """Raise the error for a caller who wants the newest tokens of a cache removed.
 
     Raises:
         UnsupportedOperationError: always.
@@ -381,18 +387,22 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
 
 
 def state_part(layer: object) -> object | None:
-    """Return the part of a cache's layer that is a state; ``None`` for a layer with keys and values alone."""
+    """Return the part of a cache layer that holds a state of fixed size; ``None`` for a layer with keys and values
+    alone.
+    """
     part = layer.state if isinstance(layer, HybridLayer) else layer
     return None if isinstance(part, HandingLayer) else part
 
 
 def beside_state(keys: HandingLayer, original: object) -> HandingLayer | HybridLayer:
-    """Return ``keys`` as the layer in place of ``original``, joined with the state of ``original`` if it has one."""
+    """Return the layer that replaces ``original`` in a cache: ``keys``, joined with the state of ``original`` if it
+    has one.
+    """
     return HybridLayer(keys, original) if isinstance(original, LinearAttentionLayer) else keys
 
 
 def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
-    """Return a cache without slots, in which each attention layer hands its tokens to a stepper.
+    """Return a cache that stores nothing: each attention layer hands its tokens to a stepper.
 
     ``make`` returns the stepper for a layer's number in the model.
 
@@ -414,12 +424,12 @@ CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 
 
 def taken_as(kind: type) -> str | None:
-    """Return the argument under which a class's ``forward`` takes a cache; ``None`` if it has no such argument."""
+    """Return the name of the argument by which a model class takes its cache; ``None`` if it has no such argument."""
     return _among(getattr(kind, "forward", kind.__call__))
 
 
 def handed(model: object, cache: object) -> dict[str, Any]:
-    """Return the keyword argument that hands a cache to a model.
+    """Return a cache as the keyword argument by which a model takes it.
 
     A wrapper that passes everything on gets the name that is usual in transformers.
     """
@@ -427,12 +437,12 @@ def handed(model: object, cache: object) -> dict[str, Any]:
 
 
 def handed_over(given: Mapping[str, Any]) -> Any:
-    """Return the cache among the keyword arguments of a forward, or ``None`` if there is none."""
+    """Return the cache among the keyword arguments of a forward call; ``None`` if there is none."""
     return next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
 
 
 def usual() -> str:
-    """Return the argument's name under which the installed transformers hands over a cache."""
+    """Return the argument name by which decoders of the installed transformers take a cache."""
     from transformers import GenerationMixin  # here, since the command line starts without transformers
 
     return _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_ARGUMENTS[-1]
@@ -440,5 +450,6 @@ def usual() -> str:
 
 @remembered
 def _among(function: Callable[..., Any]) -> str | None:
+    """Return the first of `CACHE_ARGUMENTS` that a function takes; ``None`` if it takes none."""
     known = inspect.signature(function).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), None)

@@ -52,7 +52,8 @@ from kvkeep.types import (
 
 
 def chunk_size(chunk: object) -> int | None:
-    """Return the number of prompt tokens taken at once, checked; ``None`` takes all of them.
+    """Return the length of a prefill chunk as an integer, after checking it; ``None``, the whole prompt, stays
+    ``None``.
 
     Raises:
         BudgetError: ``chunk`` is no whole number, or below 1.
@@ -73,7 +74,7 @@ def in_chunks(
     real: Bool[Tensor, "B T"] | None,
     size: int,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Run ``step`` on ``size`` real tokens of each row at a time, and put the outputs back in their columns.
+    """Run ``step`` on chunks of ``size`` real tokens per row, and put the outputs back in their columns.
 
     Chunks are cut in tokens, not in columns, so padding never moves a cut.
 
@@ -105,7 +106,7 @@ def for_prompt(
     positions: Int[Tensor, "B T"],
     output: OutputProjection | None,
 ) -> View:
-    """Return a prompt's view, with queries and the output projection if the policy asks for them.
+    """Return the view of a prefill chunk, with the queries and the output projection that the policy asks for.
 
     Args:
         policy: `Abilities.asks` and `Abilities.projects` say what it looks at.
@@ -125,7 +126,7 @@ def for_prompt(
 def read(
     policy: Policy, backend: Backend, inputs: AttentionInputs, again: SecondReading
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Run attention for a prompt's chunk, and a second reading for a policy that `rereads`. Return output and report.
+    """Run attention for a prefill chunk. For a policy that `rereads`, queries of a second reading attend as well.
 
     Args:
         policy: the policy that gets the report.
@@ -236,7 +237,7 @@ class Layer:
             self.block.scale_keys(exponents, self.block.seen == 0)
 
     def mend(self, moves: int) -> None:
-        """Mark the layer as whole after its block was filled anew, and drop waiting steps.
+        """Mark the layer as intact after its block was filled anew, and drop steps that wait for other layers.
 
         ``moves`` are those of the first layer.
         """
@@ -259,7 +260,7 @@ class Layer:
     def over(
         self, block: Block, *, columns: int, before: Layer | None = None, together: SharedBudget | None = None
     ) -> Layer:
-        """Return a copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
+        """Return a copy of this layer that works on another owner's block, which has seen ``columns`` columns."""
         other = copy.copy(self)
         other.paths = DecodePaths(self.policy)  # before `hold`, which would otherwise change those of the original
         other.hold(block, columns=columns)
@@ -268,7 +269,7 @@ class Layer:
         return other
 
     def _follow(self, before: Layer | None) -> None:
-        """Set the layer before this one and the first layer, if the policy prunes through the layers."""
+        """Link the layer to the one before it, for a policy that prunes through the layers."""
         self._before = before if self.policy.cascades else None
         self._first: Layer | None = None if self._before is None else self._before._first or self._before
 
@@ -298,7 +299,9 @@ class Layer:
         return block
 
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
-        """Use a block that has seen ``columns`` columns. ``own`` tells that it has the layer's budgets and pins."""
+        """Work on this block from now on. It has seen ``columns`` columns; ``own`` says that it has the layer's
+        budgets and pins.
+        """
         self.block, self.columns, self.plan = block, columns, self.plan.filled_by(block)
         self.allocated, self._made = True, own
         self._backend = backend_for(block, self._rotation)
@@ -312,6 +315,7 @@ class Layer:
         """
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
+        # an empty block of another shape is replaced: the cache was reset and is now fed another batch
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
             self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
@@ -353,7 +357,7 @@ class Layer:
         return self._step(query, keys, values, options=options, phase=phase, real=real)
 
     def replayable(self, options: AttentionOptions) -> Repeating | None:
-        """Return the recorded decode step if the next one may be the same for other tokens, otherwise ``None``.
+        """Return the recorded decode step if the next step can be its replay, otherwise ``None``.
 
         Whoever runs the step calls `end_replay` afterwards.
 
@@ -370,7 +374,7 @@ class Layer:
         return recorded
 
     def end_replay(self, *, done: bool) -> None:
-        """Count a replayed step.
+        """Count a replayed step, or drop the recorded one if it could not run.
 
         Args:
             done: whether it ran, and added each row's token to `Block.seen`; otherwise the recorded step is dropped.
@@ -390,7 +394,7 @@ class Layer:
         values: Float[Tensor, "B Hk T E"],
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Make a decode step as a replay of the recorded one.
+        """Replay the recorded decode step for new tokens.
 
         Return ``None`` if there is none that fits, or the backend declines; then only the recorded step is dropped.
         """
@@ -418,7 +422,7 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Make a step that is no replay, see `step`. The layer counts as broken if it fails after its checks.
+        """Run a step that is no replay, see `step`. If it fails after its checks, the layer counts as broken.
 
         Raises:
             BrokenCacheError: an earlier step failed.
@@ -460,6 +464,7 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
+        """Run a step in its phase, on an opened block."""
         if phase is Phase.DECODE:
             return self._decode(query, keys, values, options, real)
         if phase is Phase.PROBE:
@@ -475,7 +480,7 @@ class Layer:
         options: AttentionOptions,
         real: Bool[Tensor, "B 1"] | None,
     ) -> Float[Tensor, "B Hq 1 E"]:
-        """Make a decode step on the fused path if it can be, otherwise on the plain one; see `DecodePaths`."""
+        """Run a decode step on the fused path if that can be taken, otherwise on the plain one; see `DecodePaths`."""
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
         fresh = one_each(len(positions), positions.device) if real is None else real.sum(dim=1)
@@ -558,7 +563,7 @@ class Layer:
         values: Float[Tensor, "B Hk T E"],
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Attend over slots and chunk, then keep the best tokens of both.
+        """Attend over the slots and a prompt chunk, then keep the best tokens of both.
 
         Layers that share a budget evict later, together.
         """
@@ -595,7 +600,9 @@ class Layer:
         options: AttentionOptions,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Attend over the slots and the probes so far, and report the attention of the slots to the policy."""
+        """Attend over the slots and the probes so far, and let the policy observe what the slots received. Nothing is
+        stored.
+        """
         held, now = self.store.capacity, self.block.following(query.shape[2], real)
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, now)
@@ -610,6 +617,7 @@ class Layer:
         return out
 
     def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
+        """Return the slots as the policy sees them in this step."""
         known = None
         if self._before is not None and self._first is not None:
             known = _earlier(self._first.block, self._before.block, slots.positions[:, 0])
@@ -626,7 +634,7 @@ class Layer:
         )
 
     def _rotary_of(self, phase: Phase) -> Rotation | TextRotation | None:
-        """Return the rotary embedding by which the rows' keys are rotated, for a policy that undoes it."""
+        """Return the rotary embedding with which the rows' keys were rotated, for a policy that undoes it."""
         whole = self.rotary
         if whole is None or whole.longest is None or whole.beyond is None:
             return whole
@@ -634,7 +642,8 @@ class Layer:
         return TextRotation(whole, whole.beyond, whole.longest, ends)
 
     def _prompt_ends(self, longest: int, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, " B"]:
-        """Return where each row's prompt ends, whatever part of it comes now: its keys are rotated for this length.
+        """Return the length of each row's text at the end of its prompt, however it is cut into chunks: it decides
+        the rotary frequencies.
 
         Raises:
             UnsupportedOperationError: a row has been generated over the border where other frequencies begin.
@@ -652,8 +661,8 @@ class Layer:
         return torch.maximum(ends, told.amax(dim=1).to(ends))
 
     def _hand_on(self, positions: Int[Tensor, "B Hk S"], state: State) -> None:
-        """Write the state of these tokens to the first layer, for the layers to come, if the policy prunes through
-        the layers.
+        """Write the state of these tokens into the first layer, where later layers find it, if the policy prunes
+        through the layers.
         """
         if self._first is not None:
             _hand_on(self._first.block, positions[:, 0], state)
@@ -667,7 +676,8 @@ _LATER = torch.iinfo(torch.int64).max
 
 
 def _earlier(first: Block, before: Block, positions: Int[Tensor, "B S"]) -> Earlier:
-    """Return the state that earlier layers have handed on with these tokens, and which of them the layer before holds.
+    """Return what the earlier layers have written about these tokens, and which of them the previous layer still
+    holds.
 
     Args:
         first: the block of the first layer.
@@ -680,7 +690,7 @@ def _earlier(first: Block, before: Block, positions: Int[Tensor, "B S"]) -> Earl
 
 
 def _hand_on(first: Block, positions: Int[Tensor, "B S"], state: State) -> None:
-    """Write the state of a later layer's tokens to the first layer's slots that hold these tokens.
+    """Write a later layer's state of its tokens into the first layer's slots of the same tokens.
 
     Args:
         first: the block of the first layer.
@@ -693,7 +703,7 @@ def _hand_on(first: Block, positions: Int[Tensor, "B S"], state: State) -> None:
 
 
 def _look_up(held: Int[Tensor, "B N"], wanted: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Return the index of each wanted token among those that are held, and whether it is among them."""
+    """Return the index of each wanted position among those held, and a mask of the wanted positions that are held."""
     # empty slots lie behind all tokens, so a search never finds one
     tokens, order = held.long().masked_fill(held < 0, _LATER).sort(dim=1)
     # torch warns of a search in another order of memory, and copies as well

@@ -50,7 +50,7 @@ class BlockPlan:
         heads: Heads,
         together: SharedBudget | None,
     ) -> Block:
-        """Return an empty block for such keys and values.
+        """Allocate an empty block for keys and values of these shapes.
 
         Args:
             keys: keys of any number of tokens.
@@ -75,19 +75,19 @@ class BlockPlan:
         return block
 
     def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values of no token, like those of a copied row, from which a store can be made."""
+        """Return keys and values of zero tokens with the shapes of a copied row, from which a store can be made."""
         tensors = {
             name.removeprefix("store."): x[None] for name, x in copy.tensors.items() if name.startswith("store.")
         }
         return self.store.like(tensors, dtype)
 
     def filled_by(self, block: Block) -> BlockPlan:
-        """Return the plan with the kind of store of a block that somebody else has made."""
+        """Return this plan with the kind of store that a given block has."""
         return self if self.store is type(block.store) else replace(self, store=type(block.store))
 
 
 def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = None) -> type[Store]:
-    """Return the kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own.
+    """Return the class of store for a policy and its budgets: a pool if heads of a row have different budgets.
 
     Args:
         policy: the policy.
@@ -98,13 +98,14 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
 
 
 def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:
-    """Set how many slots a head may get in a block's pool. Do nothing without a pool or a shared budget."""
+    """Set the most slots that one head of a block's pool may get. Without a pool or a divided budget, do nothing."""
     store = block.store
     if not isinstance(store, PooledStore) or policy.spreads is None:
         return
     heads = store.sizes.shape[1]
     means = {-(-sum(row) // heads) for row in by_head(numbers, heads)}
     most = max(policy.spreads.most(policy, mean, heads * among.ranks) for mean in means)
+    # one slot more than its budget, as everywhere; the last entry of a pool belongs to no head
     store.widest = max(store.widest, min(most + 1, store.entries.shape[1] - 1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -18,8 +18,10 @@ from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
-from kvkeep.policies._head_budgets import PROFILE, beside, check_joint, under
+from kvkeep.policies import CONVERSATION, LATER
+from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
 from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse
 
 DEFAULT_BUDGET = 1024
 """Tokens kept per layer and head where nobody says how many."""
@@ -118,23 +120,29 @@ class Layout:
         elif policy.unrotates or policy.needs_rotary:
             rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
         policy, heads = under(policy, head_budget), Heads.of(config)
-        asked = layer_budget not in (None, policy.defaults.layer_budget)
+        # the heads of all layers can share what layers with sliding windows leave
+        beside_windows = str(how).startswith("sliding")
+        asked = layer_budget not in (None, policy.defaults.layer_budget) and not beside_windows
         profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
         policy = beside(policy, profile, list(windows))
+        why = joint_refusal(
+            windows=bool(windows) and all(windows.values()),
+            chunk=bool(prefill_chunk),
+            layer_budget=asked,
+            split=heads != ALONE,
+        )
+        if why and policy.shares_layers:
+            if head_budget is not None:
+                raise UnsupportedOperationError(f"`head_budget=global` does not go together with {why}.")
+            policy = under(policy, "uniform")  # nobody asked for it: it is the policy's own rule
         if policy.shares_layers:
-            check_joint(
-                windows=bool(windows) and all(windows.values()),
-                chunk=bool(prefill_chunk),
-                layer_budget=asked,
-                split=heads != ALONE,
-            )
             # scores divide the budget of all layers at once, so a rule for layers would have no effect
-            how = "uniform"
+            how = how if beside_windows else "uniform"
         return cls(policy, windows, how, mode, rotations, head_budget, profile, kv_bits, heads)
 
     @property
     def undoes(self) -> bool:
-        """Return whether the policy looks behind rotations, or turns queries by them."""
+        """Return whether the policy needs the model's rotary embedding, to undo rotations or to turn queries."""
         return self.policy.unrotates or self.policy.needs_rotary
 
     @property
@@ -145,7 +153,9 @@ class Layout:
 
     @property
     def policies(self) -> list[Policy]:
-        """Return the policy of each layer with slots. Layers left out of a shared budget have equal heads."""
+        """Return the policy of each layer with slots. In layers that do not share the budget, heads have equal
+        budgets.
+        """
         sharing, apart = self.sharing, under(self.policy, "uniform") if self.policy.shares_layers else self.policy
         return [self.policy if number in sharing else apart for number in self.windows]
 
@@ -162,18 +172,18 @@ class Layout:
         return spread
 
     def _spread(self, numbers: Sequence[int]) -> list[Sequence[Number]]:
-        """Return for each layer the budgets of rows with these numbers, unchecked."""
+        """Return the unchecked budgets of each layer, one per row."""
         layers = len(self.windows)
         if self.profile is not None:
             heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
             return [[tuple(row[layer]) for row in heads] for layer in range(layers)]
         if self.layer_budget == "uniform":
             return [numbers] * layers
-        least = self.policy.least
-        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, least=least) for n in numbers), strict=True))
+        rule: dict[str, Any] = {"least": self.policy.least, "windows": list(self.windows.values())}
+        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, **rule) for n in numbers), strict=True))
 
     def slots(self, budget: int) -> list[Number]:
-        """Return the most tokens that the heads of each layer may hold: its budget, at most its sliding window.
+        """Return the budget of each layer for one row: its part of ``budget``, at most its sliding window.
 
         Each budget is spread and checked once: an engine asks several times for each request.
 
@@ -203,8 +213,8 @@ class Layout:
             check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
 
     def room(self, budget: int) -> int | None:
-        """Return the most tokens that a sequence can have without eviction; ``None`` if every budget holds its
-        window.
+        """Return how many tokens a sequence can have before something must be evicted; ``None`` if every budget holds
+        its sliding window.
 
         Raises:
             BudgetError: see `slots`.
@@ -216,7 +226,7 @@ class Layout:
 def _profile(
     head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
 ) -> Profile | None:
-    """Load the profile that ``head_budget`` names, and check that it fits the model; ``None`` for another rule.
+    """Load and check the head profile that ``head_budget`` names; return ``None`` if it names none.
 
     Raises:
         InputError: `layer_budget` was given as well, or the file cannot be used for this model.
@@ -264,11 +274,14 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Return whether the model may cache a latent of each token, and expand it to keys and values to attend."""
+    """Return whether a model caches latents (multi-head latent attention) that it expands to keys and values before
+    it attends.
+    """
     return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:
+    """Refuse a model with layers whose cache cannot be bounded, with the reason."""
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "attention_chunk_size", None) is not None:
         types.add(_CHUNKS)
@@ -284,8 +297,20 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
         )
 
 
+def policy_for_later(config: PreTrainedConfig) -> Policy:
+    """Return the policy of texts that are asked about later: `LATER`, or `CONVERSATION` on a model that it does not
+    run on, such as one without rotary positions.
+    """
+    policy = parse(LATER)
+    try:
+        Layout.of(config, policy)
+    except (UnsupportedModelError, UnsupportedOperationError):
+        return parse(CONVERSATION)
+    return policy
+
+
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """Return the default budget for rows of ``tokens`` tokens: all if the policy never evicts, else ≤
+    """Return the default budget for rows of ``tokens`` tokens: all of them if the policy never evicts, else at most
     `DEFAULT_BUDGET`.
 
     Args:

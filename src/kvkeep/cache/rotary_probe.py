@@ -53,7 +53,7 @@ class _CannotUndoError(Exception):
 
 
 def position_mode(config: PreTrainedConfig, asked: str | None, *, own: str) -> Literal["true", "slot"]:
-    """Return the mode in which attention sees positions, ``true`` or ``slot``.
+    """Return the mode in which attention sees positions: ``true``, or ``slot`` for ranks in the cache.
 
     Args:
         config: the model's configuration.
@@ -80,7 +80,8 @@ def position_mode(config: PreTrainedConfig, asked: str | None, *, own: str) -> L
 
 
 def slot_rotations(config: PreTrainedConfig) -> Rotations:
-    """Return the rotations by which keys are moved to their ranks in the cache.
+    """Return the rotation of each layer, for moving keys to their ranks in the cache; refuse a model where this is
+    impossible.
 
     Raises:
         UnsupportedModelError: the model rotates no keys, or rotates them by the length of the text or in a way that
@@ -102,7 +103,8 @@ def slot_rotations(config: PreTrainedConfig) -> Rotations:
 
 
 def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, foresees: bool) -> Rotations:
-    """Return the rotations that a policy undoes, or by which it turns queries.
+    """Return the rotation of each layer, for a policy that undoes rotations or turns queries; refuse a model where
+    this is impossible.
 
     Args:
         config: the model's configuration.
@@ -141,7 +143,7 @@ _lock = threading.Lock()
 
 
 def _rotations_of(config: PreTrainedConfig) -> Rotations:
-    """Return the rotation of each layer.
+    """Return the rotation of each layer, found by a trial and cached by configuration.
 
     Raises:
         _CannotUndoError: it is not known how the model rotates keys, or kvkeep cannot undo it.
@@ -167,7 +169,7 @@ def _rotations_of(config: PreTrainedConfig) -> Rotations:
 
 
 def _tried(text: PreTrainedConfig) -> Rotations:
-    """Return the rotation of each layer of a model, from a trial.
+    """Find the rotation of each layer by running a small copy of the model.
 
     Raises:
         _CannotUndoError: see `_rotations_of`.
@@ -197,27 +199,27 @@ def _tried(text: PreTrainedConfig) -> Rotations:
 
 
 def _shown_by(trial: _Trial, longest: int | None, *, beyond: int = 0) -> dict[int, Rotation | None]:
-    """Return the rotation of each layer for texts of at most ``longest`` tokens, or of more than ``beyond``."""
+    """Measure the rotation of each layer, for texts of at most ``longest`` tokens, or of more than ``beyond``."""
     places = trial.places(longest, beyond)
     shown, factors = trial.read(places), trial.factors(beyond)
     return {number: _rotation_of(shown[number], places, factors.get(number, 1.0)) for number in sorted(shown)}
 
 
 def _types(config: PreTrainedConfig) -> str:
-    """Return the types of rotary embedding that a configuration names, with commas between."""
+    """Return the names of the rotary embeddings in a configuration, joined by commas."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     each = _each_of(parameters) if isinstance(parameters, dict) else ()
     return ", ".join(sorted({str(settings.get("rope_type", "default")) for settings in each}))
 
 
 def _each_of(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rotary settings of each type of layer; one entry for a model whose layers have the same ones."""
+    """Return the rotary settings of each type of layer, or a list of one if all layers have the same."""
     parts = [part for part in parameters.values() if isinstance(part, dict)]
     return parts or [parameters]
 
 
 def _longest(text: PreTrainedConfig) -> int:
-    """Return the tokens of the longest text that has the frequencies of short texts (longrope).
+    """Return the length in tokens up to which a text uses the frequencies of short texts (longrope).
 
     Raises:
         _CannotUndoError: the configuration does not say how long that is.
@@ -260,7 +262,9 @@ _reading: ContextVar[dict[int, tuple[Tensor, ...]] | None] = ContextVar("reading
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: object
 ) -> tuple[Tensor, None]:
-    """Note what attention is given, and return its output for texts of one token: the value."""
+    """Record the query, key and value that attention gets. Return the value, which is the output for a text of one
+    token.
+    """
     seen, number = _reading.get(), getattr(module, "layer_idx", None)
     if seen is not None:
         if not isinstance(number, int) or number in seen or query.shape[2] != 1 or key.shape[2] != 1:
@@ -298,7 +302,7 @@ class _Trial:
         self.reach = int(getattr(config, "max_position_embeddings", None) or 2048)
 
     def places(self, longest: int | None, beyond: int) -> list[int]:
-        """Return the positions to try: 0, then powers of two, then others. Angles of powers of two have all digits."""
+        """Return the positions to try: 0, powers of two, and a few others, as far as the model can go."""
         limits = [2**31, self.reach] if longest is None else [longest]
         for limit in limits:
             found = [0, *(2**k for k in _POWERS if 2**k < limit), *(n for n in _OTHERS if n < limit), beyond]
@@ -311,7 +315,7 @@ class _Trial:
         raise failure
 
     def read(self, places: list[int]) -> dict[int, _Shown]:
-        """Return what the attention of each layer is given at these positions."""
+        """Run the copy on single tokens at these positions, and return what the attention of each layer was given."""
         ids = torch.arange(1, _TOKENS + 1).repeat(len(places))[:, None]
         positions = torch.tensor(places).repeat_interleave(_TOKENS)[:, None]
         seen: dict[int, tuple[Tensor, ...]] = {}
@@ -326,7 +330,7 @@ class _Trial:
         }
 
     def factors(self, beyond: int) -> dict[int, float]:
-        """Return the factor on the rotated vectors of each layer (YaRN, longrope).
+        """Measure the factor by which each layer scales rotated vectors (YaRN, longrope).
 
         It shows in all positions alike. So the copy reads a second time without it.
         """
@@ -347,7 +351,7 @@ class _Trial:
 
 
 def _without_factor(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Return cosines and sines, or complex numbers, of length 1; a forward hook of rotary embeddings."""
+    """Normalise the cosines and sines of a rotary embedding to length 1; a forward hook."""
     if isinstance(output, Tensor):
         return output / output.abs() if output.is_complex() else output
     cos, sin = output
@@ -356,7 +360,8 @@ def _without_factor(module: nn.Module, args: tuple[Any, ...], output: Any) -> An
 
 
 def _ratio(one: Tensor, other: Tensor) -> float:
-    """Return the factor between vectors, among the dims that it changes; 1.0 if it changes none."""
+    """Return the mean ratio of two tensors over the dims in which they differ; 1.0 if they do not differ."""
+    # a model may rotate a part of its dims only; the others carry no factor
     changed = ((one - other).abs() > 1e-6 * other.abs()).all(dim=0).all(dim=0)
     return float((one / other)[..., changed].mean()) if bool(changed.any()) else 1.0
 
@@ -378,7 +383,7 @@ _WITH_WIDTH = r"(mamba|ssm)_(n_heads|num_heads|d_ssm|intermediate_size)"
 
 
 def _small(text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration of the same depth and rotary settings, with few heads and hidden dims."""
+    """Return a configuration with the model's depth, head dim and rotary settings, and few heads and hidden dims."""
     settings = text.to_dict()
     names = getattr(text, "attribute_map", {})
     width, heads = (names.get(name, name) for name in ("hidden_size", "num_attention_heads"))
@@ -392,7 +397,7 @@ def _small(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with smaller numbers, those of single layers, too."""
+    """Return settings whose sizes are limited to those of `_FEW`, settings of single layers included."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         most = next((number for number, pattern in _FEW if re.fullmatch(pattern, str(name))), None)
@@ -435,7 +440,7 @@ _NOISE = 1e-5
 
 
 def _rotation_of(shown: _Shown, places: list[int], factor: float) -> Rotation | None:
-    """Return the rotation that a layer shows; ``None`` if it does not rotate.
+    """Work out the rotation of a layer from its vectors at several positions; return ``None`` if it does not rotate.
 
     Raises:
         _CannotUndoError: positions change something else, too.
@@ -451,6 +456,8 @@ def _rotation_of(shown: _Shown, places: list[int], factor: float) -> Rotation | 
     phases = (pairs[:1].conj() * pairs).sum(dim=1).angle()
     frequencies = torch.zeros(half, dtype=torch.float64)
     for phase, place in zip(phases, places, strict=True):
+        # an angle is known up to whole turns only: the estimate from smaller positions tells how many turns there were,
+        # and each larger position makes it more precise
         if place and place & (place - 1) == 0:
             off = phase - frequencies * place
             frequencies += (off - 2 * torch.pi * (off / (2 * torch.pi)).round()) / place
@@ -468,12 +475,13 @@ def _rotation_of(shown: _Shown, places: list[int], factor: float) -> Rotation | 
 
 
 def _undone(rotation: Rotation, x: Float[Tensor, "P n D"], places: list[int]) -> Float[Tensor, "P n D"]:
-    """Return vectors without their rotation to these positions."""
+    """Return vectors with the rotation to these positions undone."""
     return rotation.undo(x[:, None], torch.tensor(places)[:, None, None].expand(-1, 1, x.shape[1]))[:, 0]
 
 
 def _pairs(keys: Float[Tensor, "P n D"]) -> list[int]:
-    """Return the dims that are rotated against each other: the first of each pair, then the second of each.
+    """Find the pairs of dims that are rotated against each other. Return the first dims of all pairs, then the second
+    dims.
 
     A rotation keeps the length of a pair: what one dim gains, squared, the other one loses.
 
@@ -486,6 +494,7 @@ def _pairs(keys: Float[Tensor, "P n D"]) -> list[int]:
     gains = gains[:, moved] / gains[:, moved].norm(dim=0)
     against = gains.T @ gains
     least, partners = against.min(dim=1)
+    # partners of a pair gain exactly what the other loses, so their correlation is -1 up to rounding
     if bool((least > -0.99).any()) or not torch.equal(partners[partners], torch.arange(len(moved))):
         raise _CannotUndoError("changes keys by their positions in another way than by rotating pairs of dims")
     first = [i for i, j in enumerate(partners.tolist()) if i < j]
@@ -493,13 +502,13 @@ def _pairs(keys: Float[Tensor, "P n D"]) -> list[int]:
 
 
 def _differ(one: Tensor, other: Tensor, noise: float = _NOISE) -> bool:
-    """Return whether numbers differ by more than rounding."""
+    """Return whether two tensors differ by more than rounding errors."""
     scale = other.pow(2).mean().sqrt()
     return not bool(((one - other).abs() <= noise * scale).all())  # NaN differs
 
 
 def _same(one: Rotation | None, other: Rotation | None) -> bool:
-    """Return whether two rotations are the same but for rounding."""
+    """Return whether two rotations are equal up to rounding."""
     if one is None or other is None:
         return one is other
     return (

@@ -71,7 +71,7 @@ class CacheSettings:
 
     @classmethod
     def of(cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None) -> CacheSettings:
-        """Return the settings, with numbers as Python's own."""
+        """Return the settings of a cache, with numbers as Python's own types."""
         return cls(
             config=config,
             policy=layout.policy,
@@ -85,7 +85,7 @@ class CacheSettings:
         )
 
     def budget_of(self, layer: Layer, row: int) -> int:
-        """Return the budget of a row, also after rows were selected.
+        """Return the budget with which a row was made, even if rows were selected since.
 
         Args:
             layer: the cache's first layer.
@@ -152,7 +152,7 @@ class RowSnapshots:
     def put(
         self, layers: Sequence[Layer], states: Mapping[int, object], snapshots: Mapping[int, Snapshot], rows: int
     ) -> None:
-        """Put snapshots into rows of a cache with so many rows. If they do not fit, nothing changes.
+        """Overwrite rows of a cache with snapshots. If one does not fit, nothing changes.
 
         Args:
             layers: the layers with slots.
@@ -192,8 +192,7 @@ class RowSnapshots:
             self.awaited = next(filter(None, known), self.awaited)
 
     def feeds(self, weights: FeedingWeights) -> None:
-        """Set the weights of the model that is about to feed the cache, after comparing them with those of the
-        memory.
+        """Note which weights are about to feed the cache, and refuse others than those of the restored memory.
 
         Raises:
             SnapshotError: the cache holds a snapshot that was made with other weights.
@@ -209,7 +208,7 @@ class RowSnapshots:
         self.weights, self.awaited = weights, None
 
     def check_adapters(self, *, fresh: bool = False) -> None:
-        """Refuse to go on with a memory after the model's adapters were switched.
+        """Refuse to go on with a memory if the model's adapters were switched since.
 
         Args:
             fresh: whether nothing in the cache is older than this call.
@@ -245,7 +244,9 @@ class RowSnapshots:
         )
 
     def _ids_after(self, layer: Layer, snapshots: Mapping[int, Snapshot], rows: int) -> list[Tensor] | None:
-        """Return the token ids that all rows will have with these snapshots; ``None`` if those of a row are unknown."""
+        """Return the token ids of all rows as they will be once these snapshots are in place; ``None`` if some are
+        unknown.
+        """
         seen = layer.seen.tolist() if layer.allocated else [0] * rows
         ids = [
             snapshots[row].tokens if row in snapshots else self._recorded_ids(layer, row, seen[row])
@@ -266,7 +267,7 @@ class RowSnapshots:
 
 
 def check_whole(layers: Iterable[Layer]) -> None:
-    """Refuse layers in which a step has not ended, or which have seen different tokens.
+    """Refuse layers of which one has a step that failed half way, or which have not all seen the same tokens.
 
     Raises:
         BrokenCacheError: a step has not ended in some layer, or the layers have seen different tokens.
@@ -300,7 +301,7 @@ def check_kind(snapshots: Sequence[object]) -> None:
 
 
 def checked_row(row: object, rows: int) -> int:
-    """Return the index of a row as Python's own number.
+    """Return a row's index as a Python integer, after checking its range.
 
     Raises:
         InputError: there is no such row.
@@ -315,7 +316,7 @@ def checked_row(row: object, rows: int) -> int:
 
 
 def ids_of_row(tokens: Any) -> Tensor:
-    """Return the token ids of one row as an int32 tensor.
+    """Return the token ids of one row as an int32 tensor, after checking them.
 
     Raises:
         InputError: ``tokens`` are those of several rows, or no ids.
@@ -330,7 +331,7 @@ def ids_of_row(tokens: Any) -> Tensor:
 
 
 def identities(sequences: Sequence[int]) -> list[int]:
-    """Return the identity of each row as a list of Python's numbers.
+    """Return the identity of each row as a Python integer, after checking its range.
 
     Raises:
         InputError: ``sequences`` are no whole numbers of 64 bits.
@@ -394,7 +395,8 @@ def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
 def blocks_for(
     layers: Sequence[Layer], contents: Sequence[Contents], rows: int, *, dtype: torch.dtype | None = None
 ) -> list[Block]:
-    """Return each layer's block, with enough slots for the contents. A layer without a block gets a new one.
+    """Return a block for each layer with enough slots for the contents: the layer's own, widened if need be, or a new
+    one.
 
     A new block is not yet the layer's own.
 

@@ -47,9 +47,8 @@ class Waiting:
     report: Report
 
     def thinned(self, block: Block, stays: Bool[Tensor, "B Hk S"]) -> Waiting:
-        """Return the step with only the tokens that may stay; itself if a head keeps too many for that to pay.
-
-        The mass of the tokens left out is counted as lost.
+        """Drop the tokens that cannot stay from a waiting step, and count their mass as lost. Return the step itself
+        if that would save too little.
         """
         width = int(stays.sum(dim=-1).max())
         if width > WORTH * stays.shape[-1]:
@@ -69,7 +68,9 @@ class Waiting:
         return Waiting(view, self.tokens.chosen(index), self.score.gather(-1, index), state, Report(sums))
 
     def settle(self, policy: Policy, block: Block) -> None:
-        """Put the best tokens into the slots that the heads of the layer's block have now, and count the lost mass."""
+        """Put the best tokens into the layer's slots, whose budgets are known now, and count the mass of the others
+        as lost.
+        """
         opened = block.opened()
         view = replace(self.view, budget=opened.budget)
         stays = kept(policy, view, self.state, self.score)
@@ -92,7 +93,7 @@ class SharedBudget:
 
     @classmethod
     def by_layer(cls, layers: Sequence[int]) -> dict[int, SharedBudget]:
-        """Return one shared budget for several layers, by the number of each of them."""
+        """Return one shared budget for several layers, as a mapping from each layer's number."""
         return dict.fromkeys(layers, cls(layers))
 
     def clear(self) -> None:
@@ -125,7 +126,8 @@ class SharedBudget:
         return part
 
     def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report, *, used: int) -> None:
-        """Queue a layer's step over a prompt, which has attended, for the eviction with the last layer.
+        """Queue a layer's prefill step, which has attended, until the last layer has attended too and eviction can
+        begin.
 
         The state of heads is written at once.
         """
@@ -136,7 +138,8 @@ class SharedBudget:
         self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 
     def end(self, policy: Policy, block: Block) -> None:
-        """End a layer's step. After the last layer's step over a prompt, divide the budget among all heads, and evict.
+        """End a layer's step. After the last layer's prefill step, divide the budget among all heads, and evict in
+        all layers.
 
         For a generated token or a probe do nothing.
 
@@ -158,7 +161,8 @@ class SharedBudget:
             step.settle(policy, own_block)
 
     def _thin(self, policy: Policy, block: Block) -> None:
-        """Drop tokens that cannot stay, whatever the later layers hold, once far more wait than there are slots.
+        """Drop tokens that cannot stay, whatever the later layers hold, once far more tokens wait than there are
+        slots.
 
         Args:
             policy: the policy of all layers.
@@ -177,7 +181,7 @@ class SharedBudget:
 
 
 def positions_of(view: View) -> View:
-    """Return a view without keys, values and queries, which are not needed after scoring."""
+    """Return a view without keys, values and queries, which nobody needs after scoring."""
     keys, values = nothing(view.positions)
     return replace(view, keys=keys, values=values, queries=None, output=None)
 
@@ -188,7 +192,9 @@ def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B
 
 
 def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[View, Float[Tensor, "B heads S"]]:
-    """Return the tokens of all layers, padded to one length, as the heads of one layer, with their scores."""
+    """Join the tokens of all layers, padded to one length, as if they were the heads of a single layer. Return them
+    with their scores.
+    """
     most = max(score.shape[-1] for _, score in layers)
     padded = [(view, score, most - score.shape[-1]) for view, score in layers]
     positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in padded], dim=1)

@@ -48,7 +48,7 @@ class TokenHistory:
         self.columns, self.prompt_columns, self.records = 0, 0, False
 
     def begin_again(self, rows: Sequence[Tensor] | None, *, columns: int, device: torch.device) -> None:
-        """Replace the ids by those of restored rows, and record from now on; if they are unknown, stop recording.
+        """Replace the recorded ids by those of restored rows. If they are unknown, stop recording.
 
         Args:
             rows: the ids of each row without padding, which then stands on the left; ``None``: they are not known.
@@ -62,7 +62,8 @@ class TokenHistory:
             self.records = True
 
     def add(self, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"], *, held: int) -> None:
-        """Append the ids of columns that are about to be fed, after dropping those of columns that never were.
+        """Append the ids of columns that are about to be fed. Ids noted for columns that were never fed are dropped
+        first.
 
         Args:
             ids: the token ids.
@@ -76,7 +77,7 @@ class TokenHistory:
             self._pieces = [self.table()]
 
     def forget_after(self, columns: int) -> None:
-        """Drop the ids beyond so many columns, whose tokens were never fed."""
+        """Drop the ids beyond the first ``columns`` columns: their tokens were never fed."""
         if columns < self.columns:
             self._pieces = [(ids[:, :columns], real[:, :columns]) for ids, real in [self.table()]] if columns else []
             self.columns = columns
@@ -97,7 +98,8 @@ class TokenHistory:
         return len(self._pieces[0][0]) if self._pieces else None
 
     def rest_of(self, rows: Sequence[Tensor], tokenizer: Decodes | None) -> list[Tensor]:
-        """Return what each row has beyond the recorded tokens; the whole rows if none are recorded.
+        """Return the tokens of each row that the cache has not seen; refuse rows that do not begin with those that it
+        has.
 
         Raises:
             InputError: a row does not begin with the recorded tokens, or has no token beyond them.
@@ -118,7 +120,7 @@ class TokenHistory:
 
 
 def _check_begins(old: Int[Tensor, " n"], new: Int[Tensor, " m"], name: str, tokenizer: Decodes | None) -> None:
-    """Refuse a text that does not begin with the tokens that the cache stands for.
+    """Refuse a text that does not begin with the tokens already in the cache, or that adds none.
 
     Raises:
         InputError: the text does not begin with these tokens, or has no token beyond them.
@@ -140,7 +142,7 @@ def _check_begins(old: Int[Tensor, " n"], new: Int[Tensor, " m"], name: str, tok
 
 
 def _shown(ids: Int[Tensor, " n"], at: int, tokenizer: Decodes | None) -> str:
-    """Return a token as an error shows it: its number, and with a tokenizer the text around it."""
+    """Format a token for an error: its id, and with a tokenizer the text around it."""
     number = int(ids[at])
     if tokenizer is None:
         return str(number)
@@ -163,6 +165,7 @@ def rows_of(ids: Ids, mask: Tensor | None) -> list[Tensor]:
         fields: Mapping[str, Any] = ids
         ids, mask = fields.get("input_ids", ()), fields.get("attention_mask") if mask is None else mask
     try:
+        # `index` refuses fractions, which torch would cut down to whole numbers
         rows = [torch.tensor(list(map(index, row)), dtype=torch.long) for row in _nested(ids)]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputError(
@@ -177,17 +180,18 @@ def rows_of(ids: Ids, mask: Tensor | None) -> list[Tensor]:
 
 
 def _nested(given: object) -> list[list[Any]]:
-    """Return a tensor, an array, a row or several rows as a list of rows; a single row becomes a list of one."""
+    """Return a tensor, an array or a list as a list of rows; a single row becomes a list of one."""
     rows = _as_list(given)
     return [_as_list(row) for row in rows] if rows and getattr(rows[0], "__len__", None) else [rows]
 
 
 def _as_list(given: Any) -> list[Any]:
+    """Return a tensor, an array or an iterable as a list."""
     return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 def _shown_in(mask: object, rows: Sequence[Tensor]) -> list[Bool[Tensor, " n"]]:
-    """Return a mask as one tensor for each row; rows of a tokenizer's output may differ in length.
+    """Return an attention mask as one boolean tensor per row, after checking that it fits the rows.
 
     Raises:
         InputError: the mask does not have the rows' lengths.

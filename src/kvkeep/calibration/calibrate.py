@@ -84,6 +84,7 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
 
 
 def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: int) -> Passage:
+    """Return one text with all of its questions and answers behind it as branches, so that it is read once."""
     branches = [torch.cat([prompt[stem:], reply]) for prompt, reply in known]
     return Passage(
         torch.cat([known[0][0][:stem], *branches]),
@@ -205,6 +206,7 @@ class CalibrationFile:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    """Raise an `InputError` in place of a failed write of the progress file, within the context."""
     try:
         yield
     except OSError as error:
@@ -215,6 +217,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _fault(row: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a line of the progress file; ``None`` if it is valid."""
     if not isinstance(row.get("row"), str):
         return "it is no line of a calibration"
     return first_fault({"losses": [], **row}, {"losses": list_of(_LOSS)})
@@ -386,6 +389,7 @@ def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float,
         questions: number of questions that the model answers; harm to one of them may be chance.
     """
     text = _of_largest([[loss.text for loss in layer] for layer in alone], least=_NATS)
+    # one harmed answer may be chance
     chance = 1 / questions if questions else 0.0
     answers = _of_largest([[max(0.0, (loss.harmed or 0.0) - chance) for loss in layer] for layer in alone], least=0.0)
     parts = [part for part in (text, answers) if any(map(any, part))] or [text]
@@ -434,7 +438,7 @@ def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[l
 def _together(
     bench: LossMeter, part: CalibrationFile, heads: Sequence[Sequence[float]], on_stage: OnStage
 ) -> list[dict[str, Any]]:
-    """Return the loss of more and more heads together, those with the least need first.
+    """Return the losses of growing sets of limited heads, those with the least need first, in at most `_STEPS` sizes.
 
     What the file has is not measured again.
     """

@@ -83,6 +83,7 @@ def _row(line: str) -> tuple[float, ...] | None:
 
 
 def _read(file: Path) -> bytes:
+    """Return the bytes of a pattern's file."""
     try:
         if file.exists() and not file.is_file():
             raise InputError(f"{file} is no file. Give the {HEADS} of a pattern, or its folder.")

@@ -151,6 +151,9 @@ class LimitedHeads(OnePass):
         return torch.cat(out, dim=2)
 
     def _sees(self, now: Int[Tensor, " t"], at: Int[Tensor, " S"], window: int | None) -> Bool[Tensor, "1 1 t S"]:
+        """Return which keys a limited head sees: the first `sinks` and the newest `recent` that the layer's window
+        allows.
+        """
         near = (at < self._near.sinks) | (now[:, None] - at < self._near.recent)
         return reference.visible(now[None], at[None, None], window) & near
 
@@ -162,6 +165,7 @@ def _full(
     places: Int[Tensor, " S"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq t E"]:
+    """Return the attention of new queries to all keys, as heads without a limit have it."""
     B, t = query.shape[0], query.shape[2]
     slots = Slots(keys, values, places.expand(B, 1, -1))
     now = places[-t:].expand(B, -1)
@@ -293,6 +297,7 @@ class LossMeter:
         return [loss for at in range(0, len(sets), size) for loss in self._batch(sets[at : at + size])]
 
     def _batch(self, sets: Sequence[Collection[Head]]) -> list[Loss]:
+        """Return the loss of each set of limited heads. One row of the batch stands for one set."""
         limited = {
             layer: torch.tensor([[(layer, head) in chosen for head in range(n)] for chosen in sets])
             for layer, n in self.heads.items()

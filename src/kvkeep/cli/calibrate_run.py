@@ -89,6 +89,7 @@ def _together(steps: list[dict[str, Any]]) -> Table:
 
 
 def _facts(request: CalibrateOptions, profile: Profile) -> dict[str, str]:
+    """Return the lines below the table: how many heads need nothing, and where the profile is."""
     measured, everything = profile.measured, [need for layer in profile.heads for need in layer]
     idle = sum(need <= _SMALL for need in everything)
     found = {
@@ -121,6 +122,7 @@ def serve(request: CalibrateOptions) -> None:
 
 
 def _import(request: CalibrateOptions, path: str) -> Profile:
+    """Write a profile made from a pattern of DuoAttention, and return it."""
     if request.text is not None:
         raise InputError("--from-duo measures nothing, so --text has no use. Leave one of them out.")
     if request.model is None:
@@ -134,6 +136,7 @@ def _import(request: CalibrateOptions, path: str) -> Profile:
 
 
 def _measure(request: CalibrateOptions) -> Profile:
+    """Measure every head, write the profile and return it. A run that was stopped goes on where it was."""
     job = prepare(request)
     for note in job.notes():
         console.note(note)
@@ -185,6 +188,7 @@ def _settings(request: CalibrateOptions) -> CalibrationSettings:
 
 
 def _save(profile: Profile, request: CalibrateOptions) -> None:
+    """Write the profile, after a check that it overwrites nothing."""
     request.check_output()
     profile.save(request.output)
 

@@ -17,12 +17,12 @@ from kvkeep.cli.options import (
     REPETITION_DETECTION,
     check_one_adapter,
     option,
+    parse_kept_tokens,
     parse_system,
-    parse_tokens,
 )
 from kvkeep.errors import InputError
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
-from kvkeep.policies import LATER
+from kvkeep.policies import CONVERSATION
 
 _CHAT = "Conversation"
 
@@ -37,7 +37,7 @@ def parse_budget(text: str, option: str) -> int:
         raise InputError(
             f"{option} {text} is a share, and a conversation has no known length; give a number of tokens, e.g. 512."
         )
-    return parse_tokens(text, option)
+    return parse_kept_tokens(text, option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ChatOptions(GenerationOptions):
     list_: bool = option("List the saved conversations and stop.", default=False, group=_CHAT)
     policy: str = option(
         POLICY,
-        help=f"{POLICY.help} Default: {LATER}.",
+        help=f"{POLICY.help} Default: {CONVERSATION}.",
         default="",
         more=NO_DEFAULT,
     )
@@ -97,9 +97,9 @@ class ChatOptions(GenerationOptions):
         if self.memory is not None and self.system is not None:
             raise InputError("--memory brings its own beginning; give --system to kvkeep remember.")
         check_one_adapter(self.adapter, "a conversation")
-        return replace(self, policy=self.policy or LATER, names_policy=self.policy != "")
+        return replace(self, policy=self.policy or CONVERSATION, names_policy=self.policy != "")
 
     @property
     def run(self) -> str:
         """Return the function that does the work, as ``module:function``."""
-        return "kvkeep.cli.chat_sessions:show" if self.list_ else "kvkeep.cli.chat_run:serve"
+        return "kvkeep.cli.chat_list:show" if self.list_ else "kvkeep.cli.chat_run:serve"

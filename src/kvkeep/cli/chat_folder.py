@@ -80,6 +80,7 @@ class ChatFolder:
         raise InputError(f"There are too many conversations of {today}. Give a name: --session NAME.")
 
     def _claim(self, name: str, *, new: bool) -> ChatPlace:
+        """Return a conversation's folder with its lock, so that no other process has it."""
         folder = self.path / name
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -155,6 +156,7 @@ class ChatPlace:
 
     @property
     def _before(self) -> Path:
+        """Return the file with the memory before the last turn."""
         return self.file.with_name(_BEFORE)
 
     def _keep(self, before: Snapshot | None, *, linked: bool) -> None:
@@ -209,6 +211,8 @@ def complete_names(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _checked(name: str) -> str:
+    """Return a conversation's name after a check that it can be a file's."""
+
     from kvkeep.engine.session_store import check_name  # imports torch
 
     try:

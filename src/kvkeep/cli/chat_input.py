@@ -260,6 +260,7 @@ class _MessageHistory(FileHistory):
 
     def append_string(self, string: str) -> None:
         """Add a message."""
+        # the history is a convenience: a full disk must not end the conversation
         with suppress(OSError, UnicodeError):
             super().append_string(self._pastes.unfolded(string))
 
@@ -270,6 +271,7 @@ def _make_private(path: Path) -> None:
     Raises:
         OSError: the file cannot be made or is no file.
     """
+    # without O_NONBLOCK a pipe of this name would wait for somebody else
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0), 0o600)
     try:
         if not stat.S_ISREG(os.fstat(number).st_mode):

@@ -69,6 +69,7 @@ def run(line: str, talk: ChatSession) -> None:
 
 
 def _checked(name: str, words: list[str]) -> list[str]:
+    """Return the words behind a typed command, after a check of their number."""
     most = 1 if name in ("/fork", "/rewind") else 0
     if len(words) > most:
         raise InputError(f"{name} takes {'one word at most' if most else 'nothing'}. /help lists all commands.")
@@ -76,6 +77,7 @@ def _checked(name: str, words: list[str]) -> list[str]:
 
 
 def _help(talk: ChatSession) -> None:
+    """Show what can be typed."""
     console.out().print(
         console.facts(
             {
@@ -85,17 +87,19 @@ def _help(talk: ChatSession) -> None:
                 "1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
-                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; clear what was typed",
+                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; twice, stop the reading of "
+                "a message; clear what was typed",
                 "Alt-Enter": "begin a new line of the message; a paste is one message, too",
                 '"""': "on a line of its own: begin a message of several lines, and end it",
                 "arrow keys": "earlier messages",
-                "while it answers": "what is typed waits for the answer's end, and is then at the prompt",
+                "while it answers": "what is typed waits for the answer's end; lines that end with Enter are then sent",
             }
         )
     )
 
 
 def _show_memory(talk: ChatSession) -> None:
+    """Show turns, tokens seen and held, and the size of the conversation's memory."""
     state = talk.state
     if state is None:
         console.out().print(console.facts({"conversation": talk.place.name, "tokens": "none yet"}))
@@ -115,6 +119,7 @@ def _show_memory(talk: ChatSession) -> None:
 
 
 def _rewind(talk: ChatSession, turns: str = "1") -> None:
+    """Take back the last turns of the conversation."""
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
         raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_TURNS_BACK}.")
     with Uninterrupted():
@@ -123,12 +128,14 @@ def _rewind(talk: ChatSession, turns: str = "1") -> None:
 
 
 def _fork(talk: ChatSession, name: str | None = None) -> None:
+    """Go on under another name; without a name kvkeep chooses one."""
     with Uninterrupted():
         old = talk.fork(name)
     console.note(f"goes on as {talk.place.name}; {old} stays as it is")
 
 
 def _quit(talk: ChatSession) -> None:
+    """End the conversation's loop."""
     raise Quit
 
 
@@ -212,6 +219,8 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
     check_folders(request.adapter)
+    if request.session is not None and request.model is None and memory is None:
+        console.note(f"{place.name} is a new conversation, with {title_of(None)}: no MODEL was given")
     console.progress(f"loading {title_of(request.model)} …")
     checkpoint = find_model(request, memory)
     if request.system is not None:
@@ -243,6 +252,7 @@ def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
 
 
 def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine:
+    """Return an engine of one row for the conversation."""
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = engine_for(writer, request, budget=budget, rows=1)
     if checkpoint.tokenizer.chat_template is None:

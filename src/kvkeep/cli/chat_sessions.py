@@ -1,19 +1,16 @@
-"""Conversations in progress, and the list of saved ones."""
+"""Conversations in progress."""
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from kvkeep.cli import console
-from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.loading import with_source
-from kvkeep.cli.memory import turns_of
+from kvkeep.cli.progress import reading
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
@@ -21,7 +18,6 @@ from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, TurnStates
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.policies.registry import label
-from kvkeep.snapshot.file_format import described_layers, fingerprint_of, opened, read_header
 from kvkeep.snapshot.snapshot import Snapshot
 
 _ENDS = {
@@ -58,6 +54,7 @@ class _StopOnInterrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def _stop(self, number: int, frame: object) -> None:
+        """Stop the answer at the first Ctrl-C; raise `KeyboardInterrupt` where there is no answer to stop."""
         if self._session.stop():
             self.stopped = True
         elif not self.stopped:  # otherwise a second Ctrl-C, which may come after the last token
@@ -189,6 +186,7 @@ class ChatSession:
             SnapshotError: the memory cannot be saved.
         """
         state = self.session.snapshot() if self.session.token_ids else None
+        # the session hands out the same snapshot until a turn ends
         if state is self.state:
             return False
         self._states.add(state)
@@ -199,10 +197,15 @@ class ChatSession:
         return True
 
     def _stream(self, message: str) -> Result:
+        """Show an answer while it is made, and return its result."""
         result: Result | None = None
         begun = False
-        with console.streamed_text(wraps=True) as write:
+        assert self.engine.tokenizer is not None
+        tokens = len(self.engine.tokenizer(message)["input_ids"])
+        with console.streamed_text(wraps=True) as write, ExitStack() as read:
+            read.enter_context(reading(self.engine.model, tokens))
             for event in self.session.send(self._request(message)):
+                read.close()  # the first token is there
                 if piece := event.text if begun else event.text.lstrip():  # answers often begin with white space
                     write(piece)
                     begun = True
@@ -292,56 +295,3 @@ class ChatSession:
         """Close the session, and let other processes use the conversation."""
         self.session.close()
         self.place.leave()
-
-
-# The list of saved conversations, from the headers of their files. Importing this module imports torch.
-
-
-def show(request: ChatOptions) -> None:
-    """Print a list of all saved conversations."""
-    folder = ChatFolder.of(request.sessions)
-    conversations = [_describe(folder, name) for name in folder.names()]
-    if request.json:
-        console.write_json({"folder": str(folder.path), "conversations": conversations})
-        return
-    if not conversations:
-        console.note(f"no conversations are saved in {folder.path}")
-        return
-    table = console.table("name", "model", "turns", "tokens", "size", "last used")
-    for conversation in conversations:
-        name = console.visible(conversation["name"])
-        if "error" in conversation:
-            table.add_row(name, f"cannot be read: {conversation['error']}")
-            continue
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(conversation["last_used"]))
-        turns = "–" if conversation["turns"] is None else str(conversation["turns"])
-        cells = (
-            conversation["model"],
-            turns,
-            str(conversation["tokens"]),
-            console.show_bytes(conversation["bytes"]),
-            used,
-        )
-        table.add_row(name, *map(console.visible, cells))
-    console.out().print(table)
-
-
-def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
-    path = folder.file_of(name)
-    try:
-        with opened(path) as (file, size):
-            used = os.fstat(file.fileno()).st_mtime  # not by its path: another process may remove it meanwhile
-            about = read_header(file, size).about
-            made, tokens = fingerprint_of(about), described_layers(about)[0].numbers["seen"]
-    except (OSError, ValueError) as error:
-        return {"name": name, "error": (error.strerror if isinstance(error, OSError) else None) or str(error)}
-    return {
-        "name": name,
-        "model": made.model,
-        "policy": made.policy,
-        "budget": made.budget,
-        "turns": turns_of(note if isinstance(note := about.get("note"), dict) else {}),
-        "tokens": tokens,
-        "bytes": size,
-        "last_used": used,
-    }

@@ -185,6 +185,7 @@ class Heartbeat:
             beat._works.remove(describe)
 
     def _print(self) -> None:
+        """Write what the innermost work does to standard error after each of `BEATS_S` seconds, until it ends."""
         for wait_s in itertools.chain(BEATS_S, itertools.repeat(BEATS_S[-1])):
             if self._ended.wait(wait_s):
                 return
@@ -260,6 +261,9 @@ class _WordWrap:
         return self._hand_out()
 
     def _take(self, character: str) -> str:
+        """Return what can be shown after one more character: the word before a space, a line's end or a wide
+        character.
+        """
         if character == "\n":
             shown = self._hand_out() + character
             self._column, self._spaces, self._has_begun = 0, "", False
@@ -294,6 +298,7 @@ class _WordWrap:
         return max(1, shutil.get_terminal_size().columns)
 
     def _width(self, text: str) -> int:
+        """Return how many columns of the terminal a text takes."""
         return cell_len(text.expandtabs(_TAB))
 
 

@@ -251,6 +251,7 @@ def _end_line(screen: Console) -> None:
 
 
 def _title(screen: Console, title: str) -> None:
+    """Show a heading."""
     screen.print(Text(title, "bold cyan"))
 
 
@@ -286,6 +287,7 @@ class Page:
             self._live.update(self._render(), refresh=True)
 
     def _render(self) -> RenderableType:
+        """Return the story so far, with bars for the bytes of the bounded and of a full cache."""
         seen, held = self._seen, min(self._seen, STORY_BUDGET)
         memory = self._result.memory_usage if self._result else self._engine.memory_usage()
         bars = Table.grid(padding=(0, 2))

@@ -36,6 +36,7 @@ def leads() -> bool:
 
 
 def _number(name: str) -> int:
+    """Return the number that torchrun has put into an environment variable; 1 without it."""
     found = os.environ.get(name, "")
     return int(found) if found.isdecimal() else 1
 
@@ -99,6 +100,7 @@ def told(value: Any) -> Any:
     import torch
     from torch import distributed as dist
 
+    # NCCL, which torchrun's processes use on GPUs, sends tensors on a GPU only
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     raw = json.dumps(value).encode() if leads() else b""
     size = torch.tensor([len(raw)], device=device)

@@ -79,16 +79,20 @@ def _prepared(name: str) -> dict[str, str]:
     Raises:
         KVKeepError: the model cannot be loaded.
     """
-    with fast_imports():
-        from kvkeep.models import prepare, quantized_weights
-        from kvkeep.models.load import load, quiet
+    said = f"loading {name} …"
+    console.progress(said)
+    with console.Heartbeat.working(lambda: said):
+        with fast_imports():
+            from kvkeep.models import prepare, quantized_weights
+            from kvkeep.models.load import load, quiet
 
-    with quiet():
-        model, _ = load(name)
-    return {"weights": quantized_weights.describe(model), "decode_steps": prepare.describe(model)}
+        with quiet():
+            model, _ = load(name)
+        return {"weights": quantized_weights.describe(model), "decode_steps": prepare.describe(model)}
 
 
 def _version(package: str) -> str | None:
+    """Return the version of an installed package; ``None`` if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -96,6 +100,8 @@ def _version(package: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
+    """Return what torch says of devices, threads and backends."""
+
     import torch
 
     devices = [
@@ -129,6 +135,8 @@ def _backends() -> list[dict[str, str]]:
 
 
 def _cuda_bytes(index: int) -> int:
+    """Return the memory of a GPU."""
+
     import torch
 
     return int(torch.cuda.get_device_properties(index).total_memory)
@@ -155,6 +163,7 @@ def _policies() -> list[str]:
 
 
 def _show(name: str, fact: Any) -> str:
+    """Return a fact as a text for the terminal."""
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
     if name == "backends":
@@ -165,5 +174,6 @@ def _show(name: str, fact: Any) -> str:
 
 
 def _show_device(device: dict[str, Any]) -> str:
+    """Return a device's name, model and memory as a text."""
     memory = device["memory_bytes"]
     return f"{device['name']}: {device['model']}, {console.show_bytes(memory) if memory else 'unknown memory'}"

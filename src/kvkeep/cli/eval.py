@@ -103,14 +103,17 @@ def whole(text: str, option: str) -> int:
 
 
 def _seeds(text: str, option: str) -> tuple[int, ...]:
+    """Return the seeds of an option, each once."""
     return tuple(dict.fromkeys(whole(item, option) for item in items(text, option)))
 
 
 def _contexts(text: str, option: str) -> tuple[int, ...]:
+    """Return the lengths of an option in tokens."""
     return tuple(parse_tokens(item, option) for item in items(text, option))
 
 
 def _parts(text: str | None, option: str) -> tuple[str, ...]:
+    """Return the names of an option; nothing if it is not given."""
     return () if text is None else tuple(items(text, option))
 
 
@@ -219,10 +222,12 @@ class EvalOptions(ModelOptions):
     facts: int = option("Facts in a recall prompt; one is asked for.", default=16, metavar="N", group=TASKS, rare=True)
     documents: str = option(
         "The recall texts: prose, or harder ones in which facts stand out less: facts, list, dialogue, script, table, "
-        "code, hops.",
+        "code, hops. text-dev and text-test, for pretrained models: facts between the sentences of --text.",
         default="prose",
         metavar="LOOK",
-        complete=shell_completion.words("prose", "facts", "list", "dialogue", "script", "table", "code", "hops"),
+        complete=shell_completion.words(
+            *("prose", "facts", "list", "dialogue", "script", "table", "code", "hops", "text-dev", "text-test")
+        ),
         group=TASKS,
         rare=True,
     )

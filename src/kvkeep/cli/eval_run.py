@@ -87,6 +87,7 @@ def expect(grid: Grid, dtype: str) -> list[Expected]:
 
 
 def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
+    """Return what a cell of the grid is expected to take: rows at once, bytes, and bytes that decoding reads."""
     longest, count = max(planned.lengths), len(planned.lengths)
     rows = min(count, max(1, BATCH_TOKENS // longest))
     made = plan(model, planned.policy, max(planned.budgets), context=longest + new, dtype=dtype, rows=rows)
@@ -136,7 +137,9 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
 
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:
+    """Return a case's line of the table of ``--dry-run``."""
     first = own[0]
+    # the full cache has a column of its own
     bounded = [cost for cost in own if cost.planned.policy.evicts] or own
     return [
         console.visible(case),
@@ -305,7 +308,7 @@ def prepare(request: EvalOptions) -> Grid:
     Raises:
         KVKeepError: the request or the model cannot be used.
     """
-    policies, kv_bits = zip(*split_arms(request.policies), strict=True)
+    arms = split_arms(request.policies)
     kinds = tasks.find(request.tasks)
     budgets = [RequestedBudget(ratio=b) if isinstance(b, float) else RequestedBudget(tokens=b) for b in request.budgets]
     setup = Setup(
@@ -316,12 +319,13 @@ def prepare(request: EvalOptions) -> Grid:
         prefill_chunk=request.prefill_chunk,
     )
     options = _options(request)
+    # refuses an unknown dtype before the model is loaded
     parse_dtype(request.dtype)
     check_format(request.load_in, parse_device(request.device))
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle, weights=not request.dry_run)
-    wanted = GridArguments(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
+    wanted = GridArguments(arms=arms, budgets=budgets, setup=setup)
     grid = lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
     return grid if request.shard is None else grid.shard(*request.shard)
 
@@ -378,6 +382,7 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
 
 
 def _draw(request: EvalOptions, records: Records) -> Sequence[Path]:
+    """Draw the plots and return their files; nothing if they are not wanted or cannot be drawn."""
     if not request.plots:
         return []
     if not plots.available():
@@ -393,6 +398,7 @@ def _draw(request: EvalOptions, records: Records) -> Sequence[Path]:
 
 
 def _places(request: EvalOptions, pictures: Sequence[Path]) -> dict[str, str]:
+    """Return where results and plots are, for the last lines."""
     drawn = {"plots": ", ".join(path.name for path in pictures)} if pictures else {}
     return {"results": str(request.output / "results.jsonl"), **drawn}
 
@@ -481,6 +487,7 @@ def _bytes(grid: Grid, request: EvalOptions) -> int:
 
 
 def _folder(data: str | None) -> str | None:
+    """Return the option ``--data``: ``hub``, or the full path of a folder."""
     return data if data == HUB else whole(data)
 
 
@@ -495,6 +502,7 @@ def _fill(
             if (item := queue.take(worker)) is None:
                 return None
             number, piece = item
+            # a worker stands in another folder
             planned = replace(piece.planned, setup=_with_whole_path(piece.planned.setup))
             return number, replace(piece, planned=planned)
 

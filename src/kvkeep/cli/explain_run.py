@@ -91,6 +91,7 @@ def serve(request: ExplainOptions) -> None:
 
 
 def _serve(request: ExplainOptions) -> None:
+    """Check the options, run the policies and write the page, or show the last moment in the terminal."""
     policies = None if request.policies is None else split_policies(request.policies)
     options: dict[str, Any] = {
         "case": request.case,
@@ -132,6 +133,7 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
         console.note(note)
     drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
     if request.output is not None:
+        # the file may have come into being while the policies ran
         request.check_output()
         try:
             write_whole(request.output, found.to_html().encode())
@@ -180,4 +182,5 @@ def _parting(found: Explanation, place: int, run: PolicyRun) -> str:
 
 
 def _quoted(token: list[str]) -> str:
+    """Return a token in quotes; a list without one is the end of the text."""
     return console.visible(repr(token[0])) if token else "an end"

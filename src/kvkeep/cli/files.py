@@ -204,6 +204,7 @@ def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new temporary folder."""
     try:
         return tempfile.TemporaryDirectory(prefix="kvkeep-")
     except OSError as error:

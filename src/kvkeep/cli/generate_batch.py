@@ -138,6 +138,7 @@ def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], 
 
 
 def _say_how_to_resume(output: OutputFile, done: int, total: int) -> None:
+    """Say how many lines are done, and how to go on."""
     to_file = output.name != STANDARD_OUTPUT
     on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
     console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
@@ -184,6 +185,7 @@ class LocalRunner:
         source = ((line, place) for line in self._lines for place in range(len(line.requests)))
         new, more = 0, True
         while (more or answers.running) and not stopped():
+            # no line is read ahead of a free place, so a file of any size takes little memory
             while more and engine.has_room:
                 if more := (found := next(source, None)) is not None:
                     answers.begin(engine, *found)
@@ -247,6 +249,7 @@ class AnswerWriter:
             self._bar.line()
 
     def _fail(self, line: InputLine, reason: str) -> None:
+        """Note why a line failed, and forget the results of its other requests."""
         self.failed.setdefault(line.number, reason)
         self._results.pop(line.number, None)
 
@@ -346,6 +349,7 @@ def published(batch: BatchOptions) -> Iterator[BatchOptions]:
         try:
             yield replace(batch, output=str(destination.path))
         except typer.Exit as end:
+            # lines that failed do not hold the others back
             if end.exit_code == INCOMPLETE and destination.collected:
                 _publish(destination, complete=False)
             raise
@@ -353,6 +357,7 @@ def published(batch: BatchOptions) -> Iterator[BatchOptions]:
 
 
 def _publish(destination: Destination, *, complete: bool) -> None:
+    """Write the completions to where the user wants them, and say so."""
     destination.publish(complete=complete)
     console.note(f"completions are in {destination.target}")
 
@@ -511,6 +516,7 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
     ):
         if stopped():
             raise typer.Exit(console.INTERRUPTED)
+        # once more, now that the workers have told their weights
         job.output.agree({**job.settings, "weights": pool.facts.weights, LAYOUT: pool.facts.layout})
         _remark(survey, job.checkpoint, job.request)
         todo = _todo(job, lambda shapes: pool.ask("judge", list(shapes)))
@@ -565,6 +571,7 @@ def _nothing_to_run(survey: Survey, batch: BatchOptions) -> InputError:
 
 
 def _open(path: str) -> OutputFile:
+    """Return the output file; ``-`` is standard output."""
     if path == "-":
         return OutputFile(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT)
     return OutputFile.open(Path(path))
@@ -634,6 +641,7 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
 
 
 def _refusal(number: int, reason: str) -> InputError:
+    """Return the error about a line that cannot be run."""
     return InputError(
         f"Line {number} cannot be run: {reason}. Nothing was generated. Mend it, or set such lines aside with "
         "--skip-bad."

@@ -114,10 +114,12 @@ def _past_of(memory: SavedMemory) -> ConversationHistory:
 
 
 def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
+    """Return whether a prompt consists of token ids."""
     return not isinstance(prompt, str) and isinstance(prompt[0], int)
 
 
 def _encode(checkpoint: Checkpoint, asked: Asked, **special: bool) -> list[int]:
+    """Return the token ids of a line's messages, by the chat template, or of its prompt."""
     if asked.messages is not None:
         how: dict[str, Any] = {**asked.templated, **special}
         chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **how)[0].tolist()
@@ -312,6 +314,7 @@ def _bytes(request: GenerateOptions, batch: BatchOptions, most: int, longest: in
         weights, row = made.bounded.weight_bytes, made.bounded.row_bytes
         rows = rows_of(batch, most)
         slots = min(rows * row, batch.kv_memory) if batch.kv_memory else rows * row
+        # nobody knows how many bytes weights of fewer bits take
         return PROCESS_BYTES + slots + (weights if request.load_in is None else 0)
     return 0
 

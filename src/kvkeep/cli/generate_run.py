@@ -26,7 +26,7 @@ from kvkeep.cli import console
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
 from kvkeep.cli.loading import check_weights, source_of, writer_of
-from kvkeep.cli.progress import ProgressBar
+from kvkeep.cli.progress import ProgressBar, reading
 from kvkeep.config import NAME, Config
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.budget_guard import levels
@@ -40,7 +40,7 @@ from kvkeep.models.adapters import check_folders, merged_into
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, process_group, quiet, watched
+from kvkeep.models.load import embedded, find, process_group, quiet
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
@@ -402,6 +402,7 @@ def engine_for(writer: tokenization.Writer, request: GenerationOptions, **option
 
 
 def _choose_budget(request: GenerateOptions, policy: Policy, prompt_tokens: int) -> int:
+    """Return the budget in tokens: a share of the prompt, the number given, or the default."""
     if request.keep_ratio is not None:
         return budgets.from_ratio(request.keep_ratio, prompt_tokens)
     if request.budget is not None:
@@ -461,6 +462,7 @@ def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
 
 
 def _budget(job: PreparedRequest, result: Result) -> str:
+    """Return the budget as the summary shows it."""
     if result.budget == job.budget:
         return f"budget {job.budget}"
     return f"budget {result.budget} of {job.budget}, chosen by --guard"
@@ -476,6 +478,7 @@ def _lost(result: Result) -> str:
 
 
 def _percent(share: float) -> str:
+    """Return a share in percent, with two digits where it is small."""
     if share < 1e-4:
         return "less than 0.01 %" if share > 0 else "0 %"
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
@@ -511,6 +514,7 @@ def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
 
 
 def _memory(job: PreparedRequest, result: Result) -> str:
+    """Return the memory that was held beside a full cache's, as the summary shows it."""
     memory = result.memory_usage
     held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
     if reason := nothing_evicted(job, result):
@@ -594,6 +598,7 @@ def show(bounded: Side, full: Side, difference: TextDifference, lost: str) -> No
 
 
 def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
+    """Return both texts side by side, or one above the other in a narrow terminal, with what they share marked."""
     common = _common_length(bounded.result.text, full.result.text)
     panels = [
         Panel(_marked(side.result.text, common), title=Text(side.name), subtitle=Text(side.budget))
@@ -622,6 +627,7 @@ def _marked(text: str, common: int) -> Text:
 
 
 def _figures(bounded: Side, full: Side) -> Table:
+    """Return the table of speed and memory of both runs."""
     figures = console.table("", bounded.name, full.name)
     for column in figures.columns[1:]:
         column.justify = "right"
@@ -637,6 +643,7 @@ def _figures(bounded: Side, full: Side) -> Table:
 
 
 def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str, str]:
+    """Return the lines on the first difference of both texts, and on how many tokens are equal."""
     if difference.first_index is None:
         return {"first difference": f"none; all {difference.compared_tokens} tokens are equal"}
     ours, theirs = (
@@ -648,9 +655,6 @@ def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str,
         f"{console.count(difference.compared_tokens, 'token')} are equal, place by place",
     }
 
-
-_LONG_PROMPT = 512
-"""Fewest tokens of a prompt that is read under a progress bar; shorter ones are mostly read in a moment."""
 
 # The work of ``kvkeep generate`` for one prompt, which the engine runs as a batch of one.
 #
@@ -692,6 +696,7 @@ def _prepared(request: GenerateOptions) -> PreparedRequest:
 
 
 def _run_bounded(job: PreparedRequest, on_text: Callable[[str], object]) -> Result:
+    """Return the result under the policy and the budget."""
     return _run(job.asked, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
 
 
@@ -711,7 +716,7 @@ def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object
     """
     result, prompt_tokens = None, 0 if isinstance(asked.prompt, str) or asked.prompt is None else len(asked.prompt)
     with ExitStack() as held:
-        _show_reading(held, engine, prompt_tokens)
+        held.enter_context(reading(engine.model, prompt_tokens))
         most = asked.sampling.max_new_tokens
         writing = ProgressBar("text", "bar", "percent", "bare left", text="writing", total=most)
         for number, event in enumerate(engine.stream(asked)):
@@ -738,26 +743,12 @@ def _is_text_seen() -> bool:
         return False
 
 
-def _show_reading(held: ExitStack, engine: Engine, tokens: int) -> None:
-    """Show how much of a long prompt is read, until the stack is closed; of others, only that they are read."""
-    if tokens < _LONG_PROMPT:
-        held.enter_context(console.Heartbeat.working(lambda: "reading the prompt …"))  # a large model may be slow
-        return
-    bar = ProgressBar(
-        *("spinner", "text", "wide bar", "percent", "note", "bare left"),
-        text="reading",
-        note=console.count(tokens, "token"),
-        total=tokens,
-    )
-    held.enter_context(bar)
-    held.enter_context(watched(engine.model, bar.advance))
-
-
 def _ignore(piece: str) -> None:
     """Print nothing."""
 
 
 def _serve_one(job: PreparedRequest) -> None:
+    """Generate one text and show it with a summary, or as JSON."""
     if job.request.json:
         result = _run_bounded(job, _ignore)
         console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory_usage)})
@@ -771,6 +762,7 @@ def _serve_one(job: PreparedRequest) -> None:
 
 
 def _serve_comparison(job: PreparedRequest) -> None:
+    """Generate a text under the budget and one with everything kept, and show both."""
     console.progress(f"running {job.name} with a budget of {job.budget} …")
     bounded = _run_bounded(job, _ignore)
     console.progress("running the full cache …")
@@ -798,6 +790,7 @@ def _serve_comparison(job: PreparedRequest) -> None:
 
 
 def _describe(job: PreparedRequest) -> dict[str, object]:
+    """Return the settings of a run for JSON."""
     return {
         "model": job.checkpoint.name,
         **({"adapter": next(iter(job.request.adapter))} if job.request.adapter else {}),
@@ -818,6 +811,7 @@ def _describe(job: PreparedRequest) -> dict[str, object]:
 
 
 def _result(result: Result) -> dict[str, object]:
+    """Return the text and the figures of a run for JSON."""
     return {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -834,4 +828,5 @@ def _result(result: Result) -> dict[str, object]:
 
 
 def _measure(memory: MemoryUsage) -> dict[str, object]:
+    """Return the memory of a run for JSON."""
     return {**asdict(memory), "compression": memory.compression}

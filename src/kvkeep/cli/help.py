@@ -155,6 +155,7 @@ def examples(command: Any, path: str) -> Mapping[str, str]:
 
 
 def _show_examples(screen: Console, lines: Sequence[tuple[str, str]]) -> None:
+    """Show example commands, each on a line that can be copied."""
     if lines:
         screen.print()
         screen.print(Text("Examples", "bold"))
@@ -164,6 +165,7 @@ def _show_examples(screen: Console, lines: Sequence[tuple[str, str]]) -> None:
 
 
 def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]], width: int) -> None:
+    """Show a part of a help page: names left, texts right."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, width=width)
     grid.add_column(overflow="fold")

@@ -129,6 +129,7 @@ class Application(Group):
 
     @functools.cached_property
     def _points(self) -> dict[str, EntryPoint]:
+        """Return the commands of other packages by name. kvkeep's own names cannot be taken."""
         found: dict[str, EntryPoint] = {}
         for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
             if point.name not in self._own:
@@ -137,9 +138,11 @@ class Application(Group):
 
     @functools.cached_property
     def _loaded(self) -> dict[str, Any]:
+        """Return the commands of other packages that were imported so far."""
         return {}
 
     def _added(self, name: str) -> Any:
+        """Return a command of another package, imported on first use."""
         if name not in self._loaded:
             self._loaded[name] = load(self._points[name])
         return self._loaded[name]
@@ -179,6 +182,7 @@ app = typer.Typer(
 
 
 def _add(name: str, run: Callable[..., None], panel: str, cls: type[Command] = Command, **settings: Any) -> None:
+    """Add a command to a panel of the help page."""
     app.command(name, cls=cls, rich_help_panel=panel, context_settings=settings or None)(run)
 
 
@@ -199,6 +203,7 @@ _add("env", env.env, LOOK)
 
 
 def _print_version(value: bool) -> bool:
+    """Print the version and end, if the option is given."""
     if value:
         typer.echo(f"kvkeep {__version__}")
         raise typer.Exit
@@ -275,6 +280,7 @@ def _end_tidily() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    """End the process at a signal, with the exit code that shells expect."""
     sys.exit(128 + number)
 
 

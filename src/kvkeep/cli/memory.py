@@ -34,7 +34,9 @@ def memory(
     file: Annotated[
         str,
         typer.Argument(
-            help="A file that Snapshot.save has written.", metavar="FILE", autocompletion=shell_completion.snapshots
+            help="A file of kvkeep remember, kvkeep chat or Snapshot.save.",
+            metavar="FILE",
+            autocompletion=shell_completion.snapshots,
         ),
     ],
     json: Json = False,
@@ -60,6 +62,8 @@ def memory(
 
 def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
     """Return names and values to print above the drawing."""
+    from kvkeep.policies.registry import label  # imports torch
+
     made, layers = snapshot.fingerprint, snapshot.contents.layers
     chunk = "" if made.chunk is None else f", prompt read in chunks of {made.chunk}"
     full = full_bytes(snapshot)
@@ -71,7 +75,7 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
         f"{_in_bits(made.kv_bits)}{states}",
         "weights": (made.weights or "not known")
         + ("" if made.adapter is None else f", with the adapter {made.adapter}"),
-        "policy": made.policy,
+        "policy": label(made.policy),
         "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}{_of_heads(made.head_budget)}",
         "positions": f"{made.positions}{chunk}",
         "tokens": f"{snapshot.seen} seen, {held:.4g} held per layer and head on average",

@@ -301,6 +301,7 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_path(name: str) -> bool:
+    """Return whether a text looks like a path."""
     return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
 
 
@@ -335,15 +336,28 @@ def parse_number(text: str, option: str) -> float:
         raise InputError(f"{option}: {text!r} is not a number.") from None
 
 
+def parse_kept_tokens(text: str, option: str) -> int:
+    """Return the number of tokens of a budget.
+
+    Raises:
+        InputError: the text is no number of tokens.
+        BudgetError: the number is below 1.
+    """
+    tokens = parse_tokens(text, option)
+    if tokens < 1:
+        raise BudgetError(f"{option} {text} keeps no token; the smallest budget is 1.")
+    return tokens
+
+
 def parse_budget(text: str, option: str) -> float | int:
     """Return the budget of a text: ``20%`` becomes the keep ratio 0.2, a number of tokens an int.
 
     Raises:
         InputError: the text is neither a share nor a number of tokens.
-        BudgetError: the share is outside 0 … 100 %.
+        BudgetError: the share is outside 0 … 100 %, or the number is below 1.
     """
     if not text.endswith("%"):
-        return parse_tokens(text, option)
+        return parse_kept_tokens(text, option)
     percent = parse_number(text[:-1], option)
     if not 0 < percent <= 100:
         raise BudgetError(f"{option} {text} is outside 0 … 100%. It is the share of the text's tokens that stay.")
@@ -384,7 +398,8 @@ def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[
         return text
     if name != "calibrated":
         raise InputError(
-            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
+            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5, sliding:0.25 or "
+            "calibrated:FILE."
         )
     refuse_device(file, "file of ratios")
     try:
@@ -505,6 +520,7 @@ def parse_repetition_detection(text: str, option: str) -> bool | Mapping[str, in
             f"{option} {text!r:.80} is no rule; give on, off, or numbers such as "
             f"{','.join(f'{name}={value}' for name, value in parameters.REPETITION_RULE.items())}."
         )
+    # Python refuses numbers of thousands of digits; 20 are out of range as well, and are refused by name
     return {name.strip(): int(value.strip()[:20]) for name, value in pairs}
 
 
@@ -592,7 +608,7 @@ def adapter_words(adapters: Mapping[str, str]) -> list[str]:
 ADAPTER = described(parameters.ADAPTER, read=parse_adapters, reads_none=True, type=list[str] | None, default=None)
 ALLOW_PICKLE = described(parameters.ALLOW_PICKLE)
 POLICY = described(parameters.POLICY, complete=shell_completion.policies)
-BUDGET = described(parameters.BUDGET, flags=("-b",), read=parse_tokens)
+BUDGET = described(parameters.BUDGET, flags=("-b",), read=parse_kept_tokens)
 PREFILL_CHUNK = described(parameters.PREFILL_CHUNK, read=parse_chunk)
 LAYER_BUDGET = described(parameters.LAYER_BUDGET, read=parse_layer_budget)
 HEAD_BUDGET = described(parameters.HEAD_BUDGET, read=parse_head_budget)

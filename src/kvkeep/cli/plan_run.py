@@ -210,6 +210,7 @@ def _quantized(setting: Setting) -> str:
 
 
 def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
+    """Return the lines above the table: model, weights, cache, policy, rows and memory."""
     setting = made.setting
     shape = setting.outline.shape
     cells = {
@@ -262,6 +263,7 @@ def _bits(setting: Setting) -> str:
 
 
 def _spread(made: Plan) -> str:
+    """Return the smallest and the largest budget of a layer in brackets, where layers differ."""
     per_layer = made.setting.layer_budgets()
     return f" ({min(per_layer)} to {max(per_layer)} by layer)" if len(set(per_layer)) > 1 else ""
 
@@ -303,6 +305,7 @@ def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
 
 
 def _fits(made: Plan, cost: Cost, rows: int) -> str:
+    """Return the peak memory of a number of rows, and whether it fits."""
     peak = cost.peak_bytes(rows)
     verdict = "" if made.memory is None else ", fits" if peak <= made.memory else ", too much"
     return f"{show_bytes(peak)}{verdict}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -9,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterable
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.padding import Padding
@@ -21,14 +22,22 @@ from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.help import Command, Group
 from kvkeep.cli.options import Json
 from kvkeep.cli.startup import fast_imports
-from kvkeep.policies import DEFAULT, ENTRY_POINT_GROUP, LATER, builtin_names, builtin_summary
+from kvkeep.policies import (
+    CONVERSATION,
+    DEFAULT,
+    ENTRY_POINT_GROUP,
+    LATER,
+    builtin_names,
+    builtin_source,
+    builtin_summary,
+)
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
 STARTS = {
     "a prompt that ends with its question, an answer of any length (the default)": DEFAULT,
     "a stream without end, of which the recent part matters": "streaming_llm",
-    "a text that is asked about later": "reread",
+    "a text that is asked about later": LATER,
 }
 """Purpose → the policy to start from."""
 
@@ -46,7 +55,8 @@ KINDS = {
 
 _ROLES = {
     DEFAULT: ", the default of prompts",
-    LATER: ", the default of remembered texts and conversations, whose questions come later",
+    LATER: ", the default of remembered texts, whose questions come later",
+    CONVERSATION: ", the default of conversations, and of remembered texts on models without rotary positions",
 }
 """Policies that commands take where none is named."""
 
@@ -128,18 +138,78 @@ def show_policy(
     json: Json = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    with fast_imports():
-        from kvkeep.policies.registry import class_of, label, parse, spec, split
-
-        asked = parse(name)  # an unknown name gets a suggestion, a wrong option its reason
-    kind, options = split(name)
-    entry = _describe(kind, class_of(kind))
-    if options.strip():
-        entry["asked"] = {"name": label(asked), "options": spec(asked)}
+    entry = _describe_source(name) if name in builtin_names() else _describe_asked(name)
     if json:
         console.write_json(entry)
     else:
         _print(entry)
+
+
+def _describe_asked(text: str) -> dict[str, Any]:
+    """Return all about the policy of a name with options, or of another package's, as plain data. This imports torch.
+
+    Raises:
+        PolicyError: there is no such policy, or an option is wrong.
+    """
+    with fast_imports():
+        from kvkeep.policies.registry import class_of, label, parse, spec, split
+
+        asked = parse(text)  # an unknown name gets a suggestion, a wrong option its reason
+    kind, options = split(text)
+    entry = _describe(kind, class_of(kind))
+    if options.strip():
+        entry["asked"] = {"name": label(asked), "options": spec(asked)}
+    return entry
+
+
+def _describe_source(name: str) -> dict[str, Any]:
+    """Return what `_describe` returns of a policy of this package, read as text: importing it imports torch."""
+    source = builtin_source(name)
+    (kind,) = (part.name for part in source.body if isinstance(part, ast.ClassDef))
+    summary, sections = _split(ast.get_docstring(source) or "")
+    found = _attributes(source, kind)
+    presets = {preset: f"{name}:{text}" for preset, text in found.pop("presets", {}).items()}
+    bibtex = found.pop("bibtex", "")
+    return {
+        "name": name,
+        "summary": summary,
+        **sections,
+        "options": [*found.values()],
+        "presets": presets,
+        "bibtex": bibtex,
+    }
+
+
+def _attributes(source: ast.Module, kind: str) -> dict[str, Any]:
+    """Return the options of a class in a policy's file, those of its bases first, and its presets and its BibTeX entry.
+
+    Return an empty mapping for a class of another package.
+    """
+    for part in source.body:
+        if isinstance(part, ast.ImportFrom) and kind in {name.name for name in part.names}:
+            package, _, module = (part.module or "").rpartition(".")
+            return _attributes(builtin_source(module), kind) if package == "kvkeep.policies" else {}
+    (own,) = (part for part in source.body if isinstance(part, ast.ClassDef) and part.name == kind)
+    found: dict[str, Any] = {}
+    for base in reversed(own.bases):
+        found |= _attributes(source, ast.unparse(base)) if isinstance(base, ast.Name) else {}
+    for part in own.body:
+        if not isinstance(part, ast.AnnAssign) or part.value is None:
+            continue
+        name, value = ast.unparse(part.target), part.value
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "option":
+            default, text = (_value(argument) for argument in value.args)
+            found[name] = {"name": name, "type": _show_type(_value(part.annotation)), "default": default, "help": text}
+        elif name in {"presets", "bibtex"} and isinstance(value, ast.Attribute):  # another policy's
+            found[name] = _attributes(source, ast.unparse(value.value))[name]
+        elif name in {"presets", "bibtex"}:
+            found[name] = _value(value)
+    return found
+
+
+def _value(expression: ast.expr) -> Any:
+    """Return the value of an expression of a policy's file: a plain value, an arithmetic one such as 7 / 19, a type."""
+    return eval(ast.unparse(expression), {"Literal": Literal})
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
@@ -187,6 +257,7 @@ def _show_type(kind: Any) -> str:
 
 
 def _print(entry: dict[str, Any]) -> None:
+    """Show a policy's page: what it does, its source and its options."""
     screen = console.out()
     screen.print(Text.assemble((entry["name"], "bold"), "  ", entry["summary"]))
     screen.print()
@@ -204,6 +275,7 @@ def _print(entry: dict[str, Any]) -> None:
 
 
 def _print_options(entry: dict[str, Any]) -> None:
+    """Show the table of a policy's options, its presets and an example."""
     screen = console.out()
     if not entry["options"]:
         screen.print("No options.")
@@ -220,4 +292,5 @@ def _print_options(entry: dict[str, Any]) -> None:
 
 
 def _show_value(value: object) -> str:
+    """Return an option's value as users write it."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,10 +27,14 @@ from kvkeep.cli import console
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
 from kvkeep.evals.grid import Cell, Planned
+from kvkeep.models.checkpoint import Model
 from kvkeep.models.load import watched
 
 _SHORT = 20
 """Columns of a short bar."""
+
+READING_AFTER_S = 1.0
+"""Seconds until the bar of a prompt is drawn; most prompts are read by then."""
 
 
 class ProgressBar:
@@ -44,6 +49,7 @@ class ProgressBar:
         is_shown: whether there is something to show.
         room: columns of the text, where a longer one is cut; ``None`` to show it whole.
         speed_over_s: seconds over which the time left is averaged.
+        after_s: seconds until the line is drawn on a terminal, so that short work draws none.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class ProgressBar:
         is_shown: bool = True,
         room: int | None = None,
         speed_over_s: int | float = 30.0,
+        after_s: int | float = 0.0,
     ) -> None:
         screen = console.err()
         cut = Column(no_wrap=True, overflow="ellipsis", max_width=room) if room is not None else None
@@ -82,11 +89,16 @@ class ProgressBar:
         self._line = self._drawn.add_task(text, total=total, visible=text != "", note=note)
         self._parts, self._begun_s = parts, time.monotonic()
         self._held = ExitStack()
+        self._first = threading.Timer(after_s, self._drawn.start) if after_s else None
 
     def __enter__(self) -> ProgressBar:
-        """Draw the bar."""
+        """Draw the bar, at once or later."""
         self._begun_s = time.monotonic()
-        self._drawn.start()
+        if self._first is None:
+            self._drawn.start()
+        else:
+            self._first.daemon = True
+            self._first.start()
         self._held.enter_context(console.Heartbeat.working(self.describe))
         return self
 
@@ -95,7 +107,12 @@ class ProgressBar:
     ) -> None:
         """Remove the bar."""
         self._held.close()
-        self._drawn.stop()
+        try:
+            if self._first is not None:
+                self._first.cancel()
+                self._first.join()  # it may be drawing the bar
+        finally:
+            self._drawn.stop()
 
     def describe(self) -> str:
         """Return how far the work is, as one line of text: what it is, how much is done, and the time left."""
@@ -105,7 +122,7 @@ class ProgressBar:
             if "count" in self._parts:
                 said.append(f"{task.completed:g} of {task.total:g}")
             elif "percent" in self._parts:
-                said.append(f"{task.completed / task.total:.0%}")
+                said.append(f"{min(1.0, task.completed / task.total):.0%}")
             if task.completed < task.total and {"left", "bare left"} & {*self._parts}:
                 said.append(console.show_time_left(spent_s * (task.total - task.completed) / task.completed))
         if not said:
@@ -142,6 +159,21 @@ class ProgressBar:
     def advance(self, done: int | float) -> None:
         """Add to what is done."""
         self._drawn.advance(self._line, done)
+
+
+@contextmanager
+def reading(model: Model, tokens: int) -> Iterator[None]:
+    """Show how much of a prompt a model has read, while the context lasts; nothing if that takes a moment.
+
+    Args:
+        model: reads the prompt.
+        tokens: the prompt's length, or about that; 0 if it is not known.
+    """
+    parts = ("spinner", "text", "wide bar", "percent", "note", "bare left") if tokens else ("spinner", "text")
+    note, total = (console.count(tokens, "token"), tokens) if tokens else ("", None)
+    bar = ProgressBar(*parts, text="reading", note=note, total=total, after_s=READING_AFTER_S)
+    with bar, watched(model, bar.advance):
+        yield
 
 
 @contextmanager
@@ -192,6 +224,7 @@ def staged() -> Iterator[Callable[[str, float], None]]:
 
 
 def _on_the_disk() -> str:
+    """Return the last line of work that was stopped."""
     return "stopped. What is finished is on the disk; run the same command again to go on."
 
 
@@ -243,6 +276,8 @@ def eval_progress(cells: int) -> Iterator[EvalBar]:
 
 
 def _name(cell: Cell) -> str:
+    """Return a cell of an evaluation as a text."""
+
     from kvkeep.policies.registry import label  # imports torch
 
     return f"{cell.task} {cell.budget} {label(cell.policy)}"
@@ -320,6 +355,7 @@ class BatchBar:
         self._draw()
 
     def _draw(self) -> None:
+        """Show how many lines are done, at what speed, and how long the rest takes."""
         pace, speed = self._pace, "reading"
         if (left := pace.seconds_left()) is not None:
             speed = f"{console.show_rate(pace.writing_rate)} tokens/s, {_show_time(left)} left"
@@ -330,6 +366,7 @@ class BatchBar:
 
 
 def _work(request: Request) -> TokenCounts:
+    """Return the tokens that a request reads, and those that it may write."""
     return TokenCounts(len(request.prompt or ()), request.sampling.max_new_tokens)
 
 

@@ -11,6 +11,7 @@ from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
     JSON,
+    NO_DEFAULT,
     OUTPUT,
     POLICY,
     CacheOptions,
@@ -19,7 +20,7 @@ from kvkeep.cli.options import (
     option,
     parse_system,
 )
-from kvkeep.policies import LATER
+from kvkeep.policies import CONVERSATION, LATER
 
 _TEXT = "Text"
 
@@ -55,7 +56,12 @@ class RememberOptions(CacheOptions):
         rare=True,
     )
     overwrite: bool = option("Replace a memory of that name.", default=False, group=OUTPUT)
-    policy: str = option(POLICY, default=LATER)
+    policy: str | None = option(
+        POLICY,
+        help=f"{POLICY.help} Default: {LATER}, or {CONVERSATION} on a model without rotary positions.",
+        default=None,
+        more=NO_DEFAULT,
+    )
     budget: int | None = option(
         BUDGET,
         help=f"{BUDGET.help} Default: 1024; under full the text and 2048 more.",
@@ -71,7 +77,8 @@ class RememberOptions(CacheOptions):
         """
         check_text(self.text, kind="text")
         super().check_values()
-        check_policy(self.policy)
+        if self.policy is not None:
+            check_policy(self.policy)
 
     def checked(self) -> RememberOptions:
         """Check that the memory can be written, by one adapter at most, and return the options themselves."""

@@ -13,12 +13,12 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout, policy_for_later
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, with_source, writer_of
 from kvkeep.cli.options import adapter_words
-from kvkeep.cli.progress import ProgressBar
+from kvkeep.cli.progress import reading
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.engine import Engine
@@ -27,7 +27,7 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet, watched
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
@@ -71,7 +71,8 @@ def serve(request: RememberOptions) -> None:
 
 
 def _serve(request: RememberOptions) -> None:
-    policy = parse(request.policy)
+    """Check the options, read the text and write its memory."""
+    policy = None if request.policy is None else parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
     check_folders(request.adapter)
@@ -79,12 +80,12 @@ def _serve(request: RememberOptions) -> None:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    text = _prepare(checkpoint, request, policy, content)
+    text = _prepare(checkpoint, request, policy or policy_for_later(checkpoint.config), content)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = Engine(
         writer.model,
         checkpoint.tokenizer,
-        policy=policy,
+        policy=text.policy,
         budget=text.budget,
         rows=1,
         prefill_chunk=request.prefill_chunk,
@@ -95,7 +96,7 @@ def _serve(request: RememberOptions) -> None:
     )
     start = time.perf_counter()
     named = next(iter(engine.adapters), None)  # quantised weights, into which nothing is merged
-    with engine.session(adapter=named) as session, _bar(len(text.ids)) as bar, watched(writer.model, bar.advance):
+    with engine.session(adapter=named) as session, reading(writer.model, len(text.ids)):
         result = session.read(text.ids)
         snapshot = with_source(noted(session.snapshot(), text.opening), request.model)
     seconds = time.perf_counter() - start
@@ -124,12 +125,6 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
             "tokens their rank in the memory instead."
         )
     return _Text(ids, opening, policy, budget, mode)
-
-
-def _bar(tokens: int) -> ProgressBar:
-    """Return the bar that moves while the model reads."""
-    parts = ("spinner", "text", "wide bar", "percent", "note", "bare left")
-    return ProgressBar(*parts, text="reading", note=console.count(tokens, "token"), total=tokens)
 
 
 def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:

@@ -126,18 +126,22 @@ def _plain(name: str, value: object, file: str) -> object:
 
 
 def _size(text: str, option: str) -> int:
+    """Return an option's number of bytes."""
     return parse_bytes(text, option, example="8GiB")
 
 
 def _size_or_nothing(text: str | None, option: str) -> int:
+    """Return an option's number of bytes; 0 if it is not given."""
     return 0 if text is None else _size(text, option)
 
 
 def _body(text: str, option: str) -> int:
+    """Return the largest size of a request's body in bytes."""
     return parse_bytes(text, option, example="16MiB")
 
 
 def _origins(given: list[str] | None, option: str) -> tuple[str, ...]:
+    """Return the web origins of an option; none if it is not given."""
     return tuple(given or ())
 
 

@@ -99,6 +99,7 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
     with joined(request.ray_address, cpus=cpus):
         need, device = _need(request, longest)
         if settings.session_dir is not None:
+            # a replica may start in another folder
             settings = replace(settings, session_dir=str(in_full(settings.session_dir).resolve()))
         with _running(request, _recipe(request, settings, device), need) as handle:
             replicas, facts = asyncio.run(_begun(handle))
@@ -135,12 +136,14 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
         return 0
     slots = request.kv_memory or (request.max_rows or DEFAULT_ROWS) * made.bounded.row_bytes
     kept = (request.session_memory or 0) + request.prefix_memory
+    # nobody knows how many bytes weights of fewer bits take
     return PROCESS_BYTES + slots + kept + (made.bounded.weight_bytes if request.load_in is None else 0)
 
 
 def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> ReplicaRecipe:
     """Return the recipe from which replicas are made."""
     options = engine_options(request)
+    # each replica gives its engine a folder of its own within the shared one
     del options["session_dir"]
     return ReplicaRecipe(
         model=model_recipe(request, device, request.adapter),
@@ -244,6 +247,7 @@ def read_keys(file: str | None) -> ApiKeys:
 
 
 def _checked(key: str, where: str) -> str:
+    """Return an API key after a check of its length and characters."""
     if len(key) < _SHORTEST or not key.isascii() or not key.isprintable():
         raise InputError(f"{where}: a key has {_SHORTEST} or more ASCII characters.")
     return key
@@ -354,6 +358,7 @@ def _check_numbers(request: ServeOptions) -> None:
             raise InputError(f"{parameter.name}={number} is less than {parameter.least}.")
     if not PORT.allows(request.port):
         raise InputError(f"port={request.port} is outside {PORT.least} … {PORT.most}; 0 takes any free one.")
+    # refuses a number that no answer can have
     SamplingParams(max_new_tokens=request.max_new_tokens)
 
 
@@ -378,6 +383,7 @@ def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> Server
 
 
 def _place(request: ServeOptions) -> ServerAddress:
+    """Return where the server listens, after a check of the TLS files."""
     place = ServerAddress(
         host=request.host,
         port=request.port,
@@ -418,6 +424,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
         kv_bits=request.kv_bits,
         positions=request.positions,
     )
+    # refuses a budget that the policy cannot work with
     layout.slots(request.budget)
     longest = checkpoint.max_model_len(slot_positions=layout.positions == "slot")
     return checkpoint, request.max_model_len or longest

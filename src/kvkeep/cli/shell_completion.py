@@ -103,6 +103,9 @@ def joined_words() -> Iterator[None]:
 
 
 def _join(given: list[str]) -> list[str]:
+    """Return the words of a command line with those joined that the shell broke at characters such as ``:`` and
+    ``=``.
+    """
     joined: list[str] = []
     broken = False
     for word in given:
@@ -160,6 +163,7 @@ def _short(remark: str) -> str:
 
 
 def _folders(path: Path) -> list[Path]:
+    """Return the folders in a folder; none if it cannot be read."""
     with contextlib.suppress(OSError):  # a folder of somebody else
         return [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
     return []

@@ -88,7 +88,7 @@ class TuneOptions(ModelOptions):
         group=_QUALITY,
     )
     context: int | None = option(
-        "Length of a text. Default: 1024, or the trained length if that is less; 384 with --quick.",
+        "Length of a text. Default: 1024, or the trained length if that is less; 256 with --quick.",
         read=parse_tokens,
         default=None,
         metavar="TOKENS",

@@ -116,10 +116,11 @@ def _progress() -> Iterator[OnBlock]:
             nonlocal before
             before = progress.units if before is None else before
             at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
+            total = max(progress.expected, progress.units + 1)
             bar.show(
                 progress.units - before,
-                text=f"{console.visible(at)[:room]}, {progress.units} documents read",
-                total=max(progress.expected, progress.units + 1) - before,
+                text=f"{console.visible(at)[:room]}, {progress.units} of about {total} documents read",
+                total=total - before,
                 at_once=True,
             )
 
@@ -157,6 +158,7 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
 
 
 def _print(plan: TunePlan, result: TuneResult) -> None:
+    """Show the table of candidates."""
     screen = console.out()
     screen.print(report.title(result, plan.case, plan.measure.kind), style="bold")
     filled = console.table(*report.COLUMNS)
@@ -169,6 +171,7 @@ def _print(plan: TunePlan, result: TuneResult) -> None:
 
 
 def _write(request: TuneOptions, plan: TunePlan, result: TuneResult, records: TuneRecords) -> None:
+    """Write the chosen settings as a ``kvkeep.toml``."""
     heading = f"Written by kvkeep {__version__} tune.\n{report.answer(result, plan.full_bytes)}"
     found = report.config(result.found, request.model)
     text = found.text(heading, report.notes(result, plan.case, plan.full_bytes))
@@ -176,6 +179,7 @@ def _write(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tu
 
 
 def _draw(request: TuneOptions, plan: TunePlan, result: TuneResult) -> Path | None:
+    """Draw the curve and return its file; ``None`` if it is not wanted or cannot be drawn."""
     if not request.plots:
         return None
     if not plots.available():

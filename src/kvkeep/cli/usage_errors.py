@@ -215,6 +215,7 @@ def quoted(text: str) -> str:
 
 
 def _unknown_option(name: str, ctx: Any) -> str:
+    """Return what is wrong with an unknown option, and which one may have been meant."""
     path, own = ctx.command_path, dict(_options(ctx))
     said = f"{path} has no option {shown(name)}."
     other = _OTHER_NAMES.get(name, "")
@@ -293,6 +294,7 @@ def _commands(ctx: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(command: Any) -> set[str]:
+    """Return all names of a command's options."""
     return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
 
 
@@ -304,8 +306,10 @@ def _name(param: Any) -> str:
 
 
 def _see(ctx: Any) -> str:
+    """Return the hint at a command's help."""
     return f"See {ctx.command_path} --help."
 
 
 def _undashed(word: str) -> str:
+    """Return a word without dashes in front, those that word processors make included."""
     return word.lstrip("-" + "".join(_BREAKS))

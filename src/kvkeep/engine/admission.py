@@ -41,7 +41,7 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 
 def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a prompt and new tokens that need more slots than a policy has that does not evict them.
+    """Refuse a request whose prompt and new tokens need more slots per head than the policy can give them.
 
     Return without an error for a policy that evicts and does not grow, once its budget is checked.
 
@@ -62,6 +62,7 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
     room = layout.room(budget)
     if room is None:
         return
+    # a policy that grows evicts the prompt down to `room` less its reserve, then keeps all that it generates
     kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
     needed = kept + new_tokens - 1
     if needed <= room:
@@ -78,7 +79,8 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free main memory, swap included; ``None`` if a device reports exhaustion itself or nothing is known.
+    """Return how many bytes of main memory, swap included, the process may still take. Return ``None`` for devices
+    other than the CPU, which report an exhausted memory themselves, and where the system does not say.
 
     Without this number a process that allocates too much main memory is killed instead of being told. A limit on the
     process and others together, as containers have, counts as well.
@@ -91,7 +93,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _limits(root: Path, groups: Path) -> Iterator[int]:
-    """Yield the bytes that each control group (v2) of this process still allows, swap aside. There may be none."""
+    """Yield, for each control group (cgroup v2) that contains this process, the bytes that it may still use, without
+    swap.
+    """
     try:
         # the line of version 2, which has one hierarchy for everything
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
@@ -140,8 +144,10 @@ def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool
 
 
 def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, count: int) -> int | None:
-    """Give the copies of rows on the device the bytes of a limit that the rows leave, as far as the copies can use
-    them.
+    """Divide a memory limit on the device between the rows and the staging copies of swapped sequences.
+
+    The copies get what the rows leave, up to the most that they can use, which is noted in ``staging.most_bytes``.
+    Without copies or without a limit nothing changes.
 
     Set ``staging.most_bytes``; without copies or without a limit change nothing, and return ``kv_memory``.
 
@@ -218,7 +224,7 @@ class Identity:
         return () if named is None else named.names
 
     def adapter_of(self, adapter: str | None, made: Fingerprint | None) -> str | None:
-        """Return the adapter of a request or a session, after a check that the model has it.
+        """Return the name of the adapter under which a request or a session runs, after checking that the model has it.
 
         Args:
             adapter: its name, if it was named.
@@ -234,6 +240,7 @@ class Identity:
             raise InputError(f"The model has no adapter {adapter!r:.80}: {there}.")
         if adapter is not None or made is None or not names:
             return adapter
+        # the adapter of the same name is hashed first: hashing another one takes time, and it rarely is the right one
         likeliest = sorted((None, *names), key=lambda name: name != made.adapter)
         return next((name for name in likeliest if self.weights(name) == made.weights), None)
 
@@ -247,6 +254,7 @@ class Identity:
 
     @cached_property
     def _config(self) -> str:
+        """Return a hash of the model's configuration."""
         return hash_of_config(self.model.config)
 
     def checked(self, layout: Layout) -> Layout:
@@ -384,8 +392,10 @@ class Admission:
         prompt = self.words.continued(request, past or ConversationHistory())
         if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
             raise InputError(why)
+        # from here on the request holds token ids only, so that no later step applies the chat template again
         if prompt is not request.prompt:
             request = request.replaced(prompt=prompt, messages=None, tools=())
+        # the budget is chosen at the end of the first prompt; a later turn keeps it
         if not past and request.guard is None and self._guard is not None:
             request = request.replaced(guard=self._guard)
         levels = self._levels(policy, budget, request, past or ConversationHistory())
@@ -411,7 +421,8 @@ class Admission:
         return found
 
     def _ends(self, request: Request, turn_ends: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that end a request's text, with those that end an answer in its chat template.
+        """Return the ids of the tokens that end a request: the model's end tokens, its own stop tokens, and those with
+        which the chat template ends an answer.
 
         Raises:
             InputError: one of its own is outside of the vocabulary, or no token is left for the least number of tokens.
@@ -448,7 +459,8 @@ class Admission:
             )
 
     def _levels(self, policy: Policy, budget: int, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the budgets among which a guarded request chooses, after a check of its pins.
+        """Return the budgets among which a guarded request chooses, in ascending order, after checking its pins. Return
+        an empty tuple for a request without a guard.
 
         Raises:
             InputError: a pin lies outside of the prompt, or no budget can be chosen.
@@ -496,7 +508,8 @@ class Admission:
         snapshot: Snapshot | None = None,
         adapter: str | None = None,
     ) -> Settled:
-        """Return the policy, the budget and the adapter of a request or a session.
+        """Resolve the policy, the budget and the adapter of a request or a session, and check them against its
+        snapshot.
 
         What is ``None`` comes from the snapshot, or else from the engine. An engine's adapter is none.
 
@@ -529,7 +542,8 @@ class Admission:
         return self.identity.weights(adapter)
 
     def make_rows(self, policy: Policy) -> KVManager:
-        """Allocate new rows for a policy, after checks of the free memory, and return their KV manager.
+        """Allocate the engine's rows for a policy, after checking that they fit into the free memory. Return their KV
+        manager.
 
         Raises:
             BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
@@ -567,6 +581,7 @@ class Admission:
             raise
 
     def _bytes_of_rows(self, rows: KVManager, count: int) -> int | None:
+        """Return the most bytes that the rows may take beside the staging copies; ``None`` without a limit."""
         return share_room(self._staging, self._kv_memory, rows.row_bytes, count)
 
     def _rows_that_fit(self, rows: KVManager) -> int:
@@ -599,11 +614,13 @@ class Admission:
             if self._kv_memory is not None:
                 # refuses a policy under which not one row fits
                 self._rows_that_fit(KVManager(self._model, policy, self._budget, **self._options))
+            # clients may name any number of policies, and each layout takes memory
             if len(self._layouts) >= MOST_POLICIES:
                 self._layouts.clear()
             self._layouts[policy] = layout
         return self._layouts[policy]
 
     def _decode(self, token_ids: GenericSequence[int], *, special: bool) -> str:
+        """Return the text of token ids, with special tokens only if ``special``."""
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))

@@ -47,7 +47,9 @@ SHARES = (4, 2)
 
 
 def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
-    """Return why no budget can be chosen for a policy at the end of a prompt, or ``None`` if one can be."""
+    """Return the reason why a request under this policy cannot choose its budget at the end of its prompt; ``None`` if
+    it can.
+    """
     if not policy.evicts:
         return "it keeps every token"
     if policy.bursts or policy.grows or policy.cascades:
@@ -55,6 +57,7 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
     if policy.rates_by_budget:
         return "how it rates tokens depends on the budget"
     try:
+        # the prompt is longer than every budget, as in the case that matters; the factor itself has no meaning
         asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
     except Exception as error:  # a policy of other code
         return f"what it asks of attention cannot be told beforehand ({one_line(error)})"
@@ -66,7 +69,9 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
 
 
 def _end_of_prompt(tokens: int, budget: int) -> View:
-    """Return the view that a policy gets at the end of a prompt. Its slots hold placeholder data."""
+    """Return a view like the one that a policy gets at the end of a prompt of this length. Its keys and values are
+    placeholders.
+    """
     seen, nothing = torch.tensor([tokens]), torch.zeros(1, 1, 1, 1)
     return View(
         positions=torch.zeros(1, 1, 1, dtype=torch.int32),
@@ -83,7 +88,7 @@ def _end_of_prompt(tokens: int, budget: int) -> View:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two statistics, or parts of them, are equal."""
+    """Return whether two statistics, or two fields of statistics, are equal. Tensors are compared by value."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
     if dataclasses.is_dataclass(one):
@@ -93,7 +98,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
-    """Return the budgets among which a request chooses, in order: those that hold what is protected and pinned.
+    """Return the budgets among which a guarded request chooses, in ascending order. Budgets too small for the protected
+    and pinned tokens are left out.
 
     Raises:
         InputError: no budget can be chosen for the policy.
@@ -104,6 +110,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
         with suppress(BudgetError):  # a share that has no room for what is pinned or protected is no level
             layout.check_pins(number, pins)
             found.append(number)
+    # two shares of a small budget may be the same number
     found = sorted({*found, budget})
     reason = "its heads have budgets of their own" if layout.profile else refusal(layout.policy, found)
     if reason:
@@ -115,7 +122,8 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
 
 
 def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
-    """Return the budget whose slots per layer add up to those that a memory holds; ``budget`` if no smaller one does.
+    """Find the budget that a guarded request chose, from the budgets of the layers in its saved memory. Return
+    ``budget`` if none of the smaller ones fits.
 
     Args:
         layout: the memory's policy, and how budgets are spread over the layers.
@@ -166,7 +174,7 @@ class Cut:
         return cls(_in_order(view.positions, stays), gone, budget)
 
     def row(self, row: int) -> Cut:
-        """Return the cut of one row."""
+        """Return the cut of a single row."""
         mine = slice(row, row + 1)
         return Cut(self.positions[mine], self.gone[mine], None if self.budget is None else self.budget[mine])
 
@@ -241,8 +249,8 @@ class Trial:
         self._rated: dict[tuple[int, int], list[Rated]] = {}
 
     def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
-        """Return a policy for some rows of a layer that also notes the cuts of smaller budgets; the same one without
-        guarded rows.
+        """Return a policy that behaves like the given one, and also records which tokens smaller budgets would keep.
+        Without guarded rows in the segment, return the policy itself.
         """
         if not any(segment.start <= row < segment.stop for row in self._guarded):
             return policy
@@ -251,7 +259,8 @@ class Trial:
     def _note(
         self, layer: int, segment: Segment, policy: Policy, view: View, before: State, report: Report, after: State
     ) -> None:
-        """Note the cuts of one layer.
+        """Record what each smaller budget would keep in one layer. Called once per layer, while the policy scores the
+        prompt.
 
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
@@ -276,11 +285,12 @@ class Trial:
                 )
             last = None if last is None else stays
             cut = Cut.of(asked, stays, report.mass, divided=policy.spreads is not None)
+            # the loop runs from large to small budgets, the list from small to large
             self._cuts.setdefault((layer, segment.start), []).insert(0, cut)
 
     def _number(self, row: int, place: int, layer: int) -> int:
-        """Return a row's budget in a layer at its smaller budget number ``place``; a huge number if the row has none
-        there.
+        """Return the budget of a row in a layer at its ``place``-th smaller budget; the largest int32 if the row has no
+        such budget, so that nothing is cut.
         """
         sequence = self._guarded.get(row)
         if sequence is None or place >= len(sequence.levels) - 1:
@@ -305,14 +315,18 @@ class Trial:
                 self._reduce(row, sequence)
 
     def _holds(self, row: int, place: int) -> bool:
-        """Return whether a row holds all tokens that it would have at a smaller budget, in every layer and process."""
+        """Return whether the row still holds every token that the smaller budget would keep, in all layers and
+        processes.
+        """
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
         divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
 
     def _reduce(self, row: int, sequence: Sequence) -> None:
-        """Keep only those tokens of a row that it would have at its chosen budget, and set its budget and lost mass."""
+        """Shrink a row to its chosen budget: keep the tokens recorded for it, and set the row's budget and its lost
+        mass.
+        """
         cuts = [cut for _, cut in self._of(row, sequence.levels.index(sequence.budget))]
         # read first: new budgets divide a pool anew, and its slots lose their content
         held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]
@@ -324,7 +338,9 @@ class Trial:
             block.lost[..., 0] = cut.gone
 
     def _cut_together(self) -> None:
-        """Cut the layers that share a budget, once all of them have attended."""
+        """Compute the cuts of layers that share one budget. This needs the scores of all of them, so it runs after the
+        last layer.
+        """
         for (_, start), layers in sorted(self._rated.items(), key=lambda item: item[0]):
             policy = layers[0].policy
             budgets = shared_budgets(policy, [(rated.view, rated.score) for rated in layers]).chunk(len(layers), dim=1)
@@ -335,13 +351,15 @@ class Trial:
                 self._cuts.setdefault((rated.layer, start), []).append(cut)
 
     def _of(self, row: int, place: int) -> list[tuple[int, Cut]]:
-        """Return the cut of one row at a smaller budget, for each layer."""
+        """Return, for each layer, its number and the cut of one row at the ``place``-th smaller budget."""
         start = max(start for _, start in self._cuts if start <= row)
         layers = sorted(layer for layer, first in self._cuts if first == start)
         return [(layer, self._cuts[layer, start][place].row(row - start)) for layer in layers]
 
     def _loss(self, row: int, place: int) -> float | None:
-        """Return the share of attention mass that a row loses at a smaller budget; ``None`` without a measurement."""
+        """Return the share of the prompt's attention mass that a row would lose at the ``place``-th smaller budget;
+        ``None`` if none was measured.
+        """
         sums = self._rows.lost_of(row)
         for layer, cut in self._of(row, place):
             sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]
@@ -356,8 +374,9 @@ def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, 
 
 
 def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk n"]:
-    """Return the positions of the tokens that stay, in order, padded with `EMPTY`."""
+    """Return the positions of the tokens that stay in ascending order, padded with `EMPTY` to the longest head."""
     most = int(stays.sum(dim=-1).max())
+    # the largest int32 sorts behind every position, so that tokens which go end up in the padding
     found = positions.masked_fill(~stays, _LATER).sort(dim=-1).values[..., :most]
     return found.masked_fill(found == _LATER, EMPTY)
 
@@ -365,7 +384,7 @@ def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -
 def _places(
     held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
 ) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
-    """Return the slot of each position, and a mask of the positions that no slot holds."""
+    """Return the slot index of each wanted position, and a mask of those that no slot holds."""
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
     wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
     place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
@@ -373,6 +392,7 @@ def _places(
 
 
 def _same_state(one: State, other: State) -> bool:
+    """Return whether two states of a policy have equal tensors."""
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 

@@ -44,9 +44,12 @@ _Run = Callable[[], Tensor]
 
 
 def bucket(rows: int, most: int) -> int:
-    """Return the number of rows of the graph that serves ``rows``: 1, 2, 4, 6, 8, 12, 16, 24, … up to ``most``."""
+    """Return the size of the graph that serves this many rows: the next of 1, 2, 4, 6, 8, 12, 16, 24, …, at most
+    ``most``.
+    """
     size = 1
     while size < rows:
+        # steps between powers of two keep padding below a third of the rows
         size = size * 3 // 2 if size > 2 and size & (size - 1) == 0 else 1 << size.bit_length()
     return min(size, most)
 
@@ -98,6 +101,7 @@ class Graphs:
                 self._steps[owner, size] = self._record(owner.policy, size, rows)
             except WaitError as reason:
                 self._refuse(owner.policy, str(reason))
+                # a refused policy is never looked up again, and a recorded step holds device memory
                 unused = [key for key in self._steps if key[0].policy == owner.policy]
                 for key in unused:
                     del self._steps[key]
@@ -112,7 +116,7 @@ class Graphs:
         self._memory = self._pool = None
 
     def _record(self, policy: Policy, size: int, rows: KVManager) -> _Step:
-        """Return a recorded step over ``size`` rows. It is run on padding meanwhile, which changes no slot.
+        """Return a decode step recorded for ``size`` rows. Recording runs the step on padding, which enters no slot.
 
         Raises:
             WaitError: the step cannot be recorded.
@@ -132,6 +136,7 @@ class Graphs:
         return step
 
     def _refuse(self, policy: Policy, reason: str) -> None:
+        """Remember, and log once, that steps under a policy are not recorded."""
         if len(self.refused) >= MOST_REFUSED:
             self.refused.clear()
         self.refused[policy] = reason
@@ -185,7 +190,7 @@ class _Step:
         return logits
 
     def capture(self, pool: Any) -> None:
-        """Record `forward`; from now on `run` replays it."""
+        """Record `forward` as a CUDA graph, which `run` replays from then on."""
         before = torch.cuda.current_stream(self._model.device)
         stream = torch.cuda.Stream(self._model.device)  # the default one for captures may be on another device
         stream.wait_stream(before)
@@ -279,21 +284,25 @@ class _Methods(TorchFunctionMode):
 
 
 def _where() -> str:
-    """Return the file and line that called the operation, leaving out torch's own files."""
+    """Return the file and line of the caller's operation, skipping frames of torch and of this module."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
     asked = [frame for frame in frames if not {"torch", "jaxtyping"} & set(Path(frame.filename).parts)]
     return f"{Path(asked[-1].filename).name}:{asked[-1].lineno}"
 
 
 def _is_masked(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator indexes with a mask: the shape of its result depends on the mask's content."""
+    """Return whether an operator indexes with a boolean mask, so that the shape of its result depends on the mask's
+    values.
+    """
     if name not in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return False
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _is_counted(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator is a ``repeat_interleave`` that must read its result's size from the device."""
+    """Return whether an operator is a ``repeat_interleave`` without ``output_size``, which reads the size of its result
+    from the device.
+    """
     return str(func) == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None
 
 

@@ -46,6 +46,7 @@ class TextPieces:
         return piece
 
     def _pending(self) -> str:
+        """Return the text of the tokens that have not been handed out."""
         known = self._decode(self._ids[self._start : self._done])
         return self._decode(self._ids[self._start :])[len(known) :]
 
@@ -80,9 +81,8 @@ class StopText:
         return "".join(self._said)
 
     def add(self, token_id: int, *, looks: bool = True) -> tuple[str, bool]:
-        """Return the text that one more token makes final, and whether a stop text has been reached.
-
-        After a stop text every token returns no text.
+        """Return the text that one more token makes final, and whether a stop text has been reached. After a stop text,
+        every token returns an empty text.
 
         Args:
             token_id: the token.
@@ -104,18 +104,22 @@ class StopText:
         return piece if self._stopped else piece + self._release(self._n_held)
 
     def _hand_out(self, piece: str) -> str:
-        """Add a piece to the text held back, and return what cannot be a part of a stop text."""
+        """Append a piece to the text held back. Return the beginning of that text, as far as it cannot be part of a
+        stop text.
+        """
         self._held.append(piece)
         self._n_held += len(piece)
         undecided = [search.read(piece) for search in self._searches]
         self._stopped = any(search.found for search in self._searches)
         if self._stopped:
+            # the stop text that ended first wins, so that the result does not depend on how the text was cut into
+            # pieces
             first = max((search for search in self._searches if search.found), key=lambda search: search.since)
             undecided = [first.since - (first.length if self._keeps else 0)]
         return self._release(self._n_held - max(undecided, default=0))
 
     def _release(self, n: int) -> str:
-        """Return the first ``n`` characters of the text that is held back, and hold them no longer."""
+        """Remove the first ``n`` characters from the text held back, and return them."""
         parts = []
         self._n_held -= n
         while n > 0:
@@ -148,7 +152,8 @@ class _Search:
         self.since = 0
 
     def read(self, piece: str) -> int:
-        """Read more characters; return how many at the end of the stream could be a beginning of the wanted text.
+        """Read more characters of the stream. Return how many of its last characters could be the beginning of the
+        wanted text.
 
         Set ``found`` and ``since`` if the wanted text ends in them.
         """
@@ -161,7 +166,9 @@ class _Search:
 
 
 def _shorter_matches(wanted: str) -> list[int]:
-    """Return, for each beginning of a text, the length of the longest shorter beginning with which it ends, or -1."""
+    """Return the failure table of Knuth, Morris and Pratt: for each prefix of the text, the length of its longest
+    proper prefix that is also its suffix, or -1.
+    """
     shorter = [-1]
     matched = -1
     for character in wanted:
@@ -173,7 +180,7 @@ def _shorter_matches(wanted: str) -> list[int]:
 
 
 def _longer(wanted: str, shorter: list[int], matched: int, character: str) -> int:
-    """Return how many characters of a text are matched after one more character of the stream."""
+    """Return the length of the longest prefix of the text that ends at the next character of the stream."""
     while matched >= 0 and wanted[matched] != character:
         matched = shorter[matched]
     return matched + 1
@@ -218,11 +225,13 @@ class TokenTexts:
         self._special: dict[int, bool] = {}
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Return the text of tokens; special ones are left out on demand."""
+        """Return the text of token ids, without special tokens if ``special`` is false."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def after(self, before: int | None, token: int) -> str:
-        """Return a token's text after another token. Many tokenizers drop white space at the start of a text."""
+        """Return the text that a token adds after the token ``before``. Many tokenizers drop white space at the start
+        of a text, so a token decoded alone may look different.
+        """
         if before is not None:
             first, both = self.decode([before]), self.decode([before, token])
             if both.startswith(first):
@@ -230,18 +239,21 @@ class TokenTexts:
         return self.decode([token])
 
     def is_special(self, token: int) -> bool:
-        """Return whether texts leave the token out."""
+        """Return whether ``skip_special_tokens`` leaves this token out of texts."""
         if token not in self._special:
             self._special[token] = bool(self.decode([token])) and not self.decode([token], special=False)
         return self._special[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text that has begun before it."""
+        """Return the bytes that a token stands for in the middle of a text."""
         if token not in self._bytes:
             self._bytes[token] = self._read(token)
         return self._bytes[token]
 
     def _read(self, token: int) -> bytes:
+        """Return the bytes of a token from its entry in the vocabulary, or from its decoded text if the entry does not
+        spell bytes.
+        """
         entry: Any = self._tokenizer.convert_ids_to_tokens(token)  # a text, bytes, or nothing beyond the vocabulary
         alone = self.decode([token])
         if isinstance(entry, bytes):
@@ -251,6 +263,7 @@ class TokenTexts:
                 return bytes.fromhex(found[1])
             if _REPLACEMENT in alone and all(character in _BYTE_LEVEL for character in entry):
                 return bytes(_BYTE_LEVEL[character] for character in entry)
+        # any ordinary token will do: the token is decoded in the middle of a text, not at its start
         anchor = self._tokenizer.encode("a", add_special_tokens=False)
         text = self.after(anchor[-1], token) if anchor else alone
         return text.encode("utf-8", "surrogatepass")
@@ -271,17 +284,19 @@ class TokenSpans:
         self._length = 0
 
     def add(self, token_id: int) -> list[TextToken]:
-        """Return the tokens whose characters are complete with one more token: often that token, sometimes none."""
+        """Add a token. Return the tokens whose characters are complete now: often that token alone, sometimes none,
+        sometimes several.
+        """
         self._group.append(token_id)
         piece = self._pieces.add(token_id)
         return self._divided(piece) if piece else []
 
     def end(self) -> list[TextToken]:
-        """Return the tokens that are left, even if they are no whole characters."""
+        """Return the remaining tokens, even if they end in the middle of a character."""
         return self._divided(self._pieces.end())
 
     def _divided(self, piece: str) -> list[TextToken]:
-        """Return the tokens since the last piece, with their parts of this one."""
+        """Divide a piece of text among the tokens added since the last piece, and return these tokens."""
         group, self._group = self._group, []
         left_out = [not self._special and self._texts.is_special(token) for token in group]
         spelled = [token for token, out in zip(group, left_out, strict=True) if not out]
@@ -298,7 +313,9 @@ class TokenSpans:
         return found
 
     def _parts(self, tokens: Sequence[int], piece: str) -> Sequence[bytes]:
-        """Return the bytes of each token in a piece. What cannot be divided belongs to the last one."""
+        """Return the bytes of a piece that each token stands for. If the piece cannot be divided, the last token gets
+        all of it.
+        """
         whole = piece.encode("utf-8", "surrogatepass")
         if len(tokens) == 1 and _REPLACEMENT not in piece:
             return [whole]
@@ -312,9 +329,12 @@ class TokenSpans:
 
 
 def _alike(raw: bytes, text: str) -> bool:
-    """Tell whether bytes are a text; tokenizers show the same broken bytes as one U+FFFD or as several."""
+    """Return whether bytes decode to a text, treating a run of U+FFFD as one: tokenizers show broken bytes as one or as
+    several.
+    """
     return _joined(raw.decode("utf-8", "replace")) == _joined(text)
 
 
 def _joined(text: str) -> str:
+    """Return a text in which each run of U+FFFD is a single one."""
     return re.sub(f"{_REPLACEMENT}+", _REPLACEMENT, text)

@@ -77,10 +77,13 @@ class FairLock:
             self._pass_on()
 
     def _take(self) -> None:
+        """Take the lock, or wait in line until the thread before hands it over."""
         with self._inner:
             if not self._taken:
                 self._taken = True
                 return
+            # each waiting thread gets a lock of its own that is already taken; releasing it wakes that thread and no
+            # other
             gate = threading.Lock()
             gate.acquire()
             self._waiting.append(gate)
@@ -97,6 +100,7 @@ class FairLock:
             raise
 
     def _pass_on(self) -> None:
+        """Hand the lock to the thread that has waited longest, or free it if none waits."""
         with self._inner:
             if self._waiting:
                 self._waiting.popleft().release()
@@ -132,6 +136,7 @@ class Uninterrupted:
             self._before(signal.SIGINT, None)
 
     def _hold(self, number: int, frame: object) -> None:
+        """Note a first Ctrl-C, and let the next one interrupt at once."""
         self._held = True
         signal.signal(signal.SIGINT, self._before)
 
@@ -189,7 +194,7 @@ class Box(abc.ABC):
         """Wake the listener for the events put so far, if `put` has not done so."""
 
     def opened(self, event: Event | BaseException) -> Event:
-        """Return an event that was taken out; raise the failure instead if it is one.
+        """Return an event that was taken out of the box; raise it instead if it is a failure.
 
         A last event, or a failure, closes its requests.
         """
@@ -240,6 +245,7 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self.turn = FairLock()
+        # for what must be done to all engines when the process forks or ends
         _services.add(self)
         self._boxes: dict[int, Box] = {}
         self._left: deque[Box] = deque()
@@ -281,7 +287,7 @@ class Dispatcher:
         return box is not None
 
     def refuse(self, number: int, error: Exception) -> None:
-        """Raise an error in the listener of a request, of which no more events come. The caller holds the lock."""
+        """End a request with an error, which its listener will raise. The caller holds the lock."""
         box = self._boxes.pop(number, None)
         if box is not None:
             self._put(box, error)
@@ -305,7 +311,7 @@ class Dispatcher:
             self.wake()
 
     def events(self, box: ThreadBox, step: Callable[[], object]) -> Iterator[Event]:
-        """Wait for at least one event of a box, and yield all that have arrived.
+        """Yield the events of a box that have arrived, waiting for the first one.
 
         Step the engine in this thread while no other thread does.
         """
@@ -325,7 +331,7 @@ class Dispatcher:
         step: Callable[[], object],
         end: Callable[[int], object],
     ) -> Iterator[Event]:
-        """Add requests as there is room for them, and yield their events until all have ended.
+        """Add requests while there is room, and yield their events until all of them have ended.
 
         Args:
             source: the requests.
@@ -349,7 +355,7 @@ class Dispatcher:
                     self.sweep(end)
 
     def leave(self, box: Box) -> None:
-        """Note that nobody listens to a box any more; its requests end at the next `sweep`. Never waits."""
+        """Mark a box as abandoned by its listener. Its requests are cancelled at the next `sweep`. Never waits."""
         box.left = True
         self._left.append(box)
 
@@ -393,7 +399,9 @@ _services: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
 def _leave_behind() -> None:
-    """Mark the locks of busy engines as lost in a forked process, since their threads do not exist here."""
+    """Mark the locks of busy engines as lost in a forked process: their threads were not copied, so nobody would
+    release them.
+    """
     for service in list(_services):
         service.turn.lost = service.busy
     _services.clear()
@@ -404,7 +412,9 @@ os.register_at_fork(after_in_child=_leave_behind)
 
 @atexit.register
 def _stop() -> None:
-    """Take the turn of every engine, for good: torch ends the process with an error if Python ends during a step."""
+    """Take the lock of every engine and keep it, at Python's exit: torch ends the process with an error if Python ends
+    during a step.
+    """
     for service in list(_services):
         service.turn.__enter__()
 
@@ -449,6 +459,7 @@ class _Post:
                 self._bag.popleft()[0].left = True
 
     def _hand_out(self) -> None:
+        """Pass all events to their sinks, in the thread of the loop."""
         self._called = False  # before the bag is looked at: what comes later wakes the loop again
         while self._bag:
             box, event = self._bag.popleft()
@@ -531,7 +542,7 @@ class AsyncEvents(AsyncIterator[Event]):
         return event
 
     async def begin(self, sink: Sink | None = None) -> None:
-        """Queue the request now instead of at the first ``async for``; do nothing if it is queued or ended.
+        """Queue the request now instead of at the first ``async for``; do nothing if it is queued or has ended.
 
         Args:
             sink: takes the events, which nobody can then wait for with ``async for``; see `taken`.
@@ -562,6 +573,7 @@ class AsyncEvents(AsyncIterator[Event]):
         return found
 
     async def _queued(self, sink: Sink | None = None) -> LoopBox:
+        """Queue the request in another thread, since that may wait for a step, and return the box of its events."""
         self._box = box = LoopBox(asyncio.get_running_loop(), sink)
         self.number = await asyncio.to_thread(self._enter, box)
         return box
@@ -580,6 +592,7 @@ class AsyncEvents(AsyncIterator[Event]):
         self._stop()
 
     def _stop(self) -> None:
+        """Leave the box, which cancels the request; do nothing after the last event."""
         if not self._ended:
             self._ended = True
             if self._box is not None:

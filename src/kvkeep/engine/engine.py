@@ -67,7 +67,7 @@ Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 def configured(
     source: Source, model: nn.Module | str | os.PathLike[str] | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for an engine, from a configuration and further options.
+    """Merge the settings of a configuration with further options, load the model, and return the arguments of `Engine`.
 
     Args:
         source: the settings.
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Return whether fewer requests wait than rows and ``host_rows`` together, so that it is time to add more."""
+        """Return whether fewer requests wait than can soon run, so that more may be added."""
         return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
     @property
@@ -226,12 +226,12 @@ class Engine:
 
     @property
     def n_waiting(self) -> int:
-        """Return the number of requests that have no row yet."""
+        """Return the number of requests that have not had a row yet."""
         return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._sequences.values()))
 
     @property
     def n_running(self) -> int:
-        """Return the number of requests that have a row, or have had one."""
+        """Return the number of requests that have begun, whether or not they have a row at the moment."""
         return len(self._sequences) - self.n_waiting
 
     @property
@@ -240,7 +240,7 @@ class Engine:
         return self._sessions.nbytes
 
     def waits(self, number: int) -> bool:
-        """Return whether the request with this number has no row yet. The call never waits for a step."""
+        """Return whether a request still waits for its first row. The call never waits for a step."""
         sequence = self._sequences.get(number)
         return sequence is not None and sequence.status is SequenceStatus.WAITING
 
@@ -444,7 +444,9 @@ class Engine:
     def _drain(
         self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: SamplingParams | None
     ) -> Iterator[Event]:
-        """Add requests and yield their events; ``places`` gets each request's index in the input, by its number."""
+        """Add requests as rows become free, and yield their events. Store the index of each request in the input in
+        ``places``, under its number.
+        """
 
         def add(item: tuple[int, Asked], box: Box) -> None:
             places[self._add(item[1], sampling, box)] = item[0]
@@ -453,12 +455,14 @@ class Engine:
         yield from self._dispatcher.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
     def _add(self, asked: Asked, sampling: SamplingParams | None, box: Box | None = None) -> int:
+        """Check a request and queue it. Return its number."""
         request = request_of(asked, sampling)
         if request.structured_outputs is not None:
             self._admission.grammars.constraint(request)  # compiled outside of the lock, since it may take seconds
         with Uninterrupted(), self._dispatcher.turn:
             self._check_open()
             sequence = self._admission.check(request, self._count)
+            # a listener may have left while its request was being checked; then there is nobody to run it for
             if box is None or not box.left:
                 self._enter(sequence, box)
                 if not self._duplicates.joins(sequence):
@@ -482,12 +486,14 @@ class Engine:
             self._dispatcher.listen(sequence.id, box, self._step)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Put a sequence into the queue for rows. A session's turn replaces the placeholder registered by `_enter`."""
+        """Put a sequence into the queue for rows. A session's turn takes the place of the entry that `_enter`
+        registered for it.
+        """
         self._sequences[sequence.id] = sequence
         self._scheduler.waiting.append(sequence)
 
     def _refuse(self, sequence: Sequence, error: Exception) -> None:
-        """Forget a request that cannot run after all, and raise the reason in its listener."""
+        """Remove a request that cannot run after all, and raise the reason in its listener."""
         self._sequences.pop(sequence.id, None)
         self._dispatcher.refuse(sequence.id, error)
 
@@ -512,7 +518,7 @@ class Engine:
             self._dispatcher.sweep(self.cancel)
 
     def _check_adapters(self) -> None:
-        """End the requests that have begun under other adapters of the model than are active now."""
+        """End the running requests with an error if the model's adapters are no longer those under which they began."""
         with Guard(self._recover, lambda: list(self._sequences.values())):
             if self._runner.check_adapters():
                 return
@@ -522,7 +528,9 @@ class Engine:
             self._recover(SnapshotError(_SWITCHED), begun)
 
     def _settle(self, *, wait: float) -> None:
-        """Report the last events of turns whose snapshots were written, or failed to be, within ``wait`` seconds."""
+        """Conclude the turns of sessions whose snapshots have been written, or have failed to be, within ``wait``
+        seconds.
+        """
         if self._parked.turns:
             for sequence, event in self._parked.ready(wait):
                 self._conclude(sequence, event)
@@ -533,7 +541,7 @@ class Engine:
             self._unreported.append(event)
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, swap sequences, and close gaps between the rows in use.
+        """Give free rows to waiting requests, swap sequences in and out, and close gaps between the rows in use.
 
         If all rows are free and the next policy needs other ones, replace them first.
         """
@@ -554,7 +562,9 @@ class Engine:
                 self._scheduler.move(gap)
 
     def _read_again(self) -> None:
-        """Empty the rows of texts that have just grown so long that keys get other frequencies; read them again."""
+        """Restart sequences whose text has just outgrown the model's original context, where longer texts have other
+        rotary frequencies: their rows are emptied, and all tokens are read again.
+        """
         if (border := self._admission.rule.read_again) is None:
             return
         for sequence in self._scheduler.running:
@@ -589,7 +599,7 @@ class Engine:
         return Guard(self._recover, partial(list, (sequence,)))
 
     def _sample(self, run: ModelRun, logits: Tensor) -> None:
-        """Choose the next tokens of the rows that are ready for one after a run.
+        """Sample the next token of every row that has reached the end of its prompt.
 
         Requests that waited for an equal prompt draw their first tokens from the same logits, and come first.
 
@@ -624,7 +634,8 @@ class Engine:
                 self._append(sequence, whole(token, sequence))
 
     def _begin_duplicate(self, twin: Sequence, reader: Sequence, contents: Contents, token: int, place: int) -> None:
-        """Begin a request whose prompt another one has read: it has its first token, and waits for a row.
+        """Begin a request from the prefilled prompt of another one with the same tokens. It gets its first token at
+        once, and then waits for a row.
 
         Args:
             twin: the request.
@@ -643,7 +654,7 @@ class Engine:
             self._scheduler.waiting.insert(place, twin)
 
     def _append(self, sequence: Sequence, token: int) -> None:
-        """Add a token to a request, report it, and end the request if it was the last one.
+        """Append a token to a sequence and report it. If it is the last one, end the request.
 
         A request that only reads ends without the token.
         """
@@ -658,9 +669,8 @@ class Engine:
             self._parked.add(sequence, event, pending)
 
     def _end(self, sequence: Sequence) -> Pending | None:
-        """Free the row of a request that has all of its tokens, and save its memory if a session keeps it.
-
-        If the memory cannot be kept, the request ends with an error.
+        """Free the row of a finished sequence, after a session has saved its memory. If that fails, the request ends
+        with an error.
 
         Returns:
             The write that the result must wait for; ``None`` if there is none.
@@ -681,12 +691,12 @@ class Engine:
         sequence.memory_usage, sequence.lost = self._kv.memory_of(row), lost_mass.mean(self._kv.lost_of(row))
 
     def _conclude(self, sequence: Sequence, event: Event) -> None:
-        """Forget a request, and report its last event with its result."""
+        """Remove a finished request, and report its last event with the result."""
         self._forget(sequence)
         self._report(replace(event, result=sequence.result()))
 
     def _free(self, sequence: Sequence) -> None:
-        """Free the row of a request, or remove it from the queue; do nothing if both were done.
+        """Free the row of a sequence, or remove it from the queue; do nothing if it has neither.
 
         A duplicate that waited for its prompt takes its place at the head of the queue.
         """
@@ -708,7 +718,7 @@ class Engine:
         self._scheduler = Scheduler(rows.count, alone=rows.alone, waiting=waiting, **self._pacing)
 
     def _give_back(self) -> None:
-        """Free the memory of rows, recorded steps, prefixes, host copies and grammars."""
+        """Free all memory: rows, recorded steps, prefixes, host copies and grammars."""
         self._runner.forget()
         self._prefix_cache.clear()
         if self._swapper is not None:
@@ -717,7 +727,7 @@ class Engine:
         self._admission.grammars.close()
 
     def _recover(self, error: BaseException, touched: GenericSequence[Sequence]) -> None:
-        """End the requests of a failed step with an error, free their rows, and report their last events.
+        """End the requests that a failed step touched: free their rows, and report their last events with the error.
 
         Raise the error again if the model is split over processes and the error is not one of kvkeep.
         """

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.engine.grammar_rules import endless_rule
 from kvkeep.engine.request import NAMES, Request, Structure
 from kvkeep.errors import InputError, KVKeepError, pip_install
 from kvkeep.models.checkpoint import Tokenizer
@@ -87,7 +88,7 @@ class Constraint:
 
 
 def failure(error: str) -> str:
-    """Return the error message for a request whose grammar engine has failed."""
+    """Return the message for a request whose grammar can go on with no token, from the grammar engine's own error."""
     if _NO_TOKEN in error:
         return f"The form of the answer has {_ENDLESS}."
     why = " ".join(error.partition("<state>")[0].split())
@@ -95,7 +96,7 @@ def failure(error: str) -> str:
 
 
 def masked(logits: Float[Tensor, "n V"], constraints: Sequence[Constraint | None]) -> Float[Tensor, "n V"]:
-    """Return the logits with minus infinity for tokens that the grammar of their row does not allow.
+    """Return the logits with minus infinity at the tokens that the grammar of their row forbids.
 
     Args:
         logits: the logits of each row.
@@ -114,13 +115,14 @@ def masked(logits: Float[Tensor, "n V"], constraints: Sequence[Constraint | None
 
 
 def _bits(words: Int[Tensor, "n words"]) -> Bool[Tensor, "n V"]:
-    """Return the bits of 32-bit integers as booleans, the lowest bit first."""
+    """Unpack 32-bit words into booleans, the lowest bit first: one boolean per token of the vocabulary."""
     places = torch.arange(8, dtype=torch.uint8, device=words.device)
     return (words.view(torch.uint8)[..., None] >> places & 1).bool().flatten(1)
 
 
 def _bit(token: int) -> int:
-    """Return the 32-bit integer in which only the bit of a token within its word is set."""
+    """Return a token's bit within its 32-bit word, as a signed integer."""
+    # the words are int32, whose highest bit is the sign
     found = 1 << token % _BITS
     return found - (1 << _BITS) if token % _BITS == _BITS - 1 else found
 
@@ -137,6 +139,7 @@ _HIDDEN = "\U0010fffd"
 """Stands around the number of a special token in place of its text; no text has this character."""
 _QUOTED = r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*'
 """A text, a regular expression or a comment of a grammar."""
+_WITH_RULES = ("grammar", "lark")
 _LONGEST = 160
 _MOST_TRIED = 200
 """Grammars that one process tries, since its memory fills up."""
@@ -174,7 +177,8 @@ class Grammars:
         weakref.finalize(self, self._worker.end)
 
     def constraint(self, request: Request) -> Constraint | None:
-        """Return the grammar of a request at its beginning, compiled if it is new; ``None`` if any token may follow.
+        """Return the initial state of a request's grammar, compiled if it is new; ``None`` if the request has no
+        grammar.
 
         Raises:
             FormError: llguidance is not installed, or cannot use the tokenizer or the grammar.
@@ -242,7 +246,7 @@ class Grammars:
         return llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
 
     def _tokens(self) -> Any:
-        """Return llguidance's form of the tokenizer, made on the first call.
+        """Return llguidance's view of the tokenizer, made on the first call.
 
         Raises:
             FormError: see `constraint`.
@@ -265,7 +269,7 @@ class Grammars:
 
     @property
     def _description(self) -> tuple[str, int, list[int]]:
-        """Return the tokenizer's file, the number of tokens, and the tokens that end a text.
+        """Return the tokenizer as JSON, the size of the vocabulary, and the ids of the end tokens.
 
         Raises:
             AttributeError: there is no fast tokenizer.
@@ -276,7 +280,7 @@ class Grammars:
         return without_special_texts(backend.to_str()), size, [token for token in ends if token is not None]
 
     def _grammar(self, asked: Structure) -> str:
-        """Return llguidance's grammar for a form, compiled on trial in the other process.
+        """Translate a form into a grammar of llguidance, in the process with bounded time and memory.
 
         Raises:
             FormError: the grammar is wrong, or takes too much time or memory.
@@ -290,12 +294,21 @@ class Grammars:
         if "error" in found:
             raise FormError(f"The {what} cannot be used: {_shown(found['error'])}.")
         grammar: str = found["grammar"]
+        if asked.kind in _WITH_RULES and (rule := endless_rule(grammar)) is not None:
+            # GBNF calls Lark's first rule root
+            name = "root" if rule == "start" and rule not in asked.text else rule
+            raise FormError(
+                f"The {what} cannot be used: its rule {name:.60} has no text that ends, as each of its alternatives "
+                "leads back to it or to another such rule. Give it one that does not."
+            )
         return grammar
 
     def _by_ids(self, asked: Structure) -> str:
-        """Return the text of a form. A Lark grammar may name special tokens, which get their ids for names."""
+        """Return the text of a form for llguidance. In a Lark grammar the names of special tokens are replaced by their
+        ids.
+        """
         ids = {name: token for token, name in special_texts(self._tokenizer)}
-        if asked.kind not in ("grammar", "lark") or not ids:
+        if asked.kind not in _WITH_RULES or not ids:
             return asked.text
         names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
         return re.sub(
@@ -334,7 +347,7 @@ def special_texts(tokenizer: Tokenizer | None) -> list[tuple[int, str]]:
 
 
 def without_special_texts(description: str) -> str:
-    """Return a tokenizer's file in which no text spells a special token.
+    """Return a tokenizer's JSON in which special tokens have names that no text contains.
 
     A text that a form forces would otherwise become that token, which no form allows: a choice of ``<|im_end|>``.
     """
@@ -353,7 +366,7 @@ def without_special_texts(description: str) -> str:
 
 
 def _shown(error: str) -> str:
-    """Return the first words of the grammar engine's error, in one line."""
+    """Return the grammar engine's error shortened to one line."""
     if _NO_TOKEN in error:
         return _ENDLESS
     known = re.search(r"regex parse error:.*\nerror: (.+)", error, flags=re.DOTALL)

@@ -18,7 +18,7 @@ _FOUND: list[LLTokenizer] = []
 
 
 def compiled(kind: str, text: str) -> str:
-    """Return the grammar of llguidance for a form.
+    """Translate a form into a grammar of llguidance.
 
     Args:
         kind: see `kvkeep.engine.request.Structure`.
@@ -37,18 +37,19 @@ def compiled(kind: str, text: str) -> str:
 
 
 def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
-    """Return the grammar of a line, or its error, as a mapping.
-
-    The first line sets up the tokenizer and returns an empty one.
+    """Answer one line of input: the first sets up the tokenizer, and each later one is a form whose grammar, or error,
+    is returned.
     """
     try:
         asked = json.loads(line)
         if not _FOUND:
             _FOUND.append(LLTokenizer(asked["tokenizer"], n_vocab=asked["vocabulary"], eos_token=asked["ends"]))
+            # not before: the tokenizer itself takes far more memory than a grammar may
             limit_memory(memory_bytes)
             return {}
         grammar = compiled(asked["kind"], asked["text"])
         matcher = LLMatcher(_FOUND[0], grammar, log_level=0)
+        # some grammars fail only when the first mask is computed, which must not happen in the engine
         matcher.compute_logit_bias()
         return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
     except Exception as error:  # of the parser, whose errors have no common class

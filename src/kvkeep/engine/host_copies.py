@@ -59,7 +59,8 @@ class CopyQueue(Protocol):
         """Return new main memory that the device can read and write by itself."""
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
-        """Start copying each first tensor into the second one, after the device's work so far. Return the copies' end.
+        """Start copying the first tensor of each pair into the second, after the device's work so far, and return an
+        event at the copies' end.
 
         The tensors' memory is not given to others before the copies have ended, even if nobody holds the tensors.
         """
@@ -94,8 +95,8 @@ class CudaCopyQueue:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
-        """Start the copies on this queue's stream, after the work so far of the steps' stream; return the event of
-        their end.
+        """Start the copies on this queue's own stream, after the work queued so far on the stream of the steps. Return
+        an event at their end.
 
         Device memory is recorded on the stream, so that it is not given away early; torch does this for pinned memory.
         """
@@ -173,6 +174,7 @@ class _Layout:
         return self._like.each(lambda _: next(views).over(flat))
 
     def _note(self, x: Tensor) -> Tensor:
+        """Record where a tensor lies in its storage, and return a tensor of its shape without memory."""
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._starts:
             self._starts[storage.data_ptr()] = self.nbytes
@@ -216,8 +218,8 @@ class Pinned:
 
     @inference
     def load(self) -> Contents:
-        """Return the memory as tensors: on the device if it was staged there, else in main memory, after its copy has
-        ended.
+        """Return the memory as tensors. They are on the device if it was staged there; otherwise wait for the copy into
+        main memory.
         """
         if self.staged is not None:
             try:
@@ -273,6 +275,7 @@ class Staging:
         self._queue = queue
         self.most_bytes: int | None = None
         self._leaving: _Leaving | None = None
+        # weak, so that the copy of a sequence that is cancelled meanwhile is freed with the sequence
         self._coming: weakref.ref[Pinned] | None = None
         self._arrived: CopyEvent | None = None
 
@@ -302,9 +305,8 @@ class Staging:
         return rows.take(row) if found is None else found
 
     def _leave(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | None:
-        """Start copying a row into pinned main memory, after the copy before it has ended.
-
-        Return ``None`` if a blocking copy must do: without room on the device, or if layers are on several devices.
+        """Start copying a row into pinned main memory. Return ``None`` if the copy must block instead: the device has
+        no room, or the layers are on several devices.
         """
         self.settle(wait=True)
         if not self._fits(bound(memory.allocated_bytes)):
@@ -362,7 +364,7 @@ class Staging:
         self._queue.synchronize()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Free the device's copy of a row that leaves if it has arrived in main memory.
+        """Free the device's copy of a leaving row once it has arrived in main memory.
 
         With ``wait``, wait for its arrival.
         """
@@ -378,10 +380,12 @@ class Staging:
         self._leaving = None
 
     def _staged(self) -> Pinned | None:
+        """Return the sequence that has a copy on the device ahead of its turn; ``None`` if there is none."""
         coming = self._coming() if self._coming else None
         return coming if coming is not None and coming.staged else None
 
     def _fits(self, nbytes: int) -> bool:
+        """Return whether a copy of this size fits into the limit beside the copies that are there."""
         return self.most_bytes is None or self.nbytes + nbytes <= self.most_bytes
 
 
@@ -392,16 +396,19 @@ def staging_for(device: torch.device) -> Staging | None:
 
 def bound(row_bytes: int) -> int:
     """Return the most bytes that the copy of a row can take. The copy holds its positions twice."""
+    # an eighth more covers the second copy of the positions, and alignment
     return row_bytes * 9 // 8 + _PAGE
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the size of the pinned blocks for ``nbytes``: a power of two, to which torch would round up."""
+    """Return the size of the pinned blocks for ``nbytes``: a power of two, since torch's allocator rounds up to one
+    anyway.
+    """
     return max(_PAGE, 1 << max(0, nbytes.bit_length() - _BLOCKS))
 
 
 def _pieces(storages: Sequence[tuple[int, Bytes]], blocks: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield each part of a storage with the part of a block to which it is copied."""
+    """Yield the pairs of slices to copy: each part of a storage, and the part of a block where it goes."""
     size = len(blocks[0])
     for start, storage in storages:
         at = 0

@@ -63,11 +63,13 @@ class Stack:
             yield layer, self.block.layer(place) if isinstance(self.block, JointBlock) else self.block.part(*rows)
 
     def under(self, policy: Policy) -> Stack:
-        """Return the same layers with the per-slot state of another policy; see `Block.under`."""
+        """Return the same layers as another policy sees them, with its per-slot state; see `Block.under`."""
         return replace(self, block=self.block.under(policy.slots, policy.summaries))
 
     def lost(self, row: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each layer, and a copy of one row's sums of lost attention mass in that layer."""
+        """Yield each layer's number, and a copy of the sums of attention mass that one row has lost there by
+        eviction.
+        """
         return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
 
 
@@ -139,8 +141,8 @@ class Blocks:
             block.scale_keys(exponents, rows)
 
     def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
-        """Group layers into stacks: layers that share a budget, layers of equal shape, and each layer with a pool
-        alone.
+        """Group the layers into stacks, and return the layer numbers of each: all layers that share a budget, layers of
+        equal shape and budget, and each layer with a pool alone.
         """
         found: dict[object, list[int]] = {}
         for layer, (policy, budget, like) in enumerate(zip(self._policies, budgets, self._like, strict=True)):
@@ -150,19 +152,20 @@ class Blocks:
         return list(found.values())
 
     def _divide(self) -> None:
-        """Build the list of single layers' blocks from the stacks, after tensors of a stack were replaced or added."""
+        """Rebuild the list of per-layer blocks, after tensors of a stack were replaced or added."""
         found = dict(pair for stack in self._stacks for pair in stack.parts())
         self._blocks = [found[layer] for layer in sorted(found)]
 
     def _block(
         self, count: int, layers: Sequence[int], budgets: Sequence[Number], *, device: str | None = None
     ) -> Block:
-        """Return empty slots for some rows in a stack's layers, by default on the layers' device."""
+        """Allocate empty slots for ``count`` rows of a stack's layers, on their own device by default."""
         policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
         rows = count if policy.shares_layers else count * len(layers)
         keys, values = (x[:, :, :1].to(device).expand(rows, -1, -1, -1) for x in (like.keys, like.values))
         given: dict[str, Any] = {
             "numbers": [budget],
+            # numbered instead of named, so that sequences of several policies use the same tensors
             "starts": {str(i): 0.0 for i in range(len(policy.slots))},  # a new token's state is written with it
             "heads": shared(policy.summaries),
             "store": store_for(policy, [budget], self._kv_bits),
@@ -174,11 +177,11 @@ class Blocks:
         return block
 
     def lacks(self, policy: Policy) -> int:
-        """Return the bytes that another policy's state would add to all rows."""
+        """Return how many bytes all rows would grow by if a sequence ran under this policy, whose state they lack."""
         return sum(lacks(stack.block, policy.slots, policy.summaries) for stack in self._stacks)
 
     def begin(self, row: int, policy: Policy, sequence: int) -> None:
-        """Empty a row for a sequence under a policy, and add the state that its policy lacks."""
+        """Empty a row for a new sequence, and allocate the state that its policy needs and the rows lack."""
         if self.lacks(policy):
             self.version += 1
             for stack in self._stacks:
@@ -223,7 +226,7 @@ class Blocks:
                     block.store.divide(block.budget[rows] + 1, rows)
 
     def take(self, row: int, policy: Policy, device: torch.device | None) -> tuple[RowCopy, ...]:
-        """Copy a row to a device, as the policy of its sequence sees it, one copy per layer.
+        """Return a copy of a row for each layer, with the state of its sequence's policy.
 
         ``None``: the row's own device.
         """
@@ -237,7 +240,7 @@ class Blocks:
         return tuple(found[layer] for layer in sorted(found))
 
     def check(self, copies: Sequence[RowCopy], policy: Policy) -> None:
-        """Refuse copies of a row that do not fit the blocks as a policy sees them.
+        """Refuse copies of a row that do not fit these blocks under a policy. Nothing is written.
 
         Raises:
             ShapeError: the copies belong to another model or policy.
@@ -291,7 +294,9 @@ class Blocks:
 
 
 def _kinds(like: Slots) -> tuple[object, ...]:
-    """Return the shapes, dtypes and devices of a layer's heads."""
+    """Return a layer's head count, head dims, dtype and device, for keys and values. Layers with equal ones may share a
+    block.
+    """
     return tuple((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
 
 
@@ -309,7 +314,7 @@ class RecurrentState:
     states: Mapping[int, Any]
 
     def take(self, device: torch.device | None) -> dict[int, StateCopy]:
-        """Copy the states to a device, by layer number, as `Contents.states` holds them. ``None``: their own device."""
+        """Return copies of the states, by layer number, on ``device`` (default: their own device)."""
         return take_states(0, self.states, device)
 
     def put(self, contents: Contents, like: Block | None) -> None:
@@ -337,7 +342,7 @@ def keeps_states(model: Model) -> bool:
 
 
 def probed(model: Model) -> BoundedCache:
-    """Return a cache that has processed one token, which shows the shapes of every layer."""
+    """Run the model on one token and return the cache, whose tensors show the shapes of every layer."""
     cache = BoundedCache(model.config, "full", 1)
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), **handed(model, cache))

@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 
 def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
-    """Split a range of rows into segments of equal owners.
+    """Split a range of rows into segments, runs of rows with equal owners.
 
     A row without an owner joins the rows before it; if all rows are without one, the range is one segment under the
     default policy.
@@ -60,6 +60,7 @@ def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Pol
     first = next((owner_of_row for owner_of_row in owners[start:stop] if owner_of_row is not None), Owner(default))
     found = [Segment(first, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
+        # an empty row in between must not cost a run of the model of its own
         if owner is not None and owner != found[-1].owner:
             found.append(Segment(owner, row, row))
         found[-1] = found[-1]._replace(stop=row + 1)
@@ -172,13 +173,14 @@ class KVManager:
         try:
             self._blocks.allocate(count, self.numbers(self.policy, self._budget))
         except BaseException:
+            # there must be no rows without memory
             self.count = 0
             raise
         if count:
             self._layers_of(self.policy)  # now, so that the first request does not wait for them
 
     def takes(self, policy: Policy) -> bool:
-        """Return whether a sequence under this policy can have a row while other rows run under other policies."""
+        """Return whether a sequence under this policy may have a row beside the rows of other policies."""
         if policy == self.policy:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
@@ -269,7 +271,8 @@ class KVManager:
     def part(
         self, start: int, stop: int, phase: Phase, *, fresh: bool = False, watch: Watch | None = None
     ) -> PhasedCache:
-        """Return a cache over a range of rows for one model run, reused while the rows' tensors stay the same.
+        """Return a cache over a range of rows, to be passed to the model. It is reused while the rows' tensors stay the
+        same.
 
         Args:
             start: the first row.
@@ -304,7 +307,7 @@ class KVManager:
         return self._renewals + self._blocks.version
 
     def numbers(self, policy: Policy, budget: int) -> list[Number]:
-        """Return the budget of each layer, for a policy and a budget that is spread over the layers.
+        """Return the budget of each layer under a policy: ``budget``, spread as the options say.
 
         Raises:
             BudgetError: the policy protects more than the budget.
@@ -316,6 +319,7 @@ class KVManager:
         return self._layout(policy).policy
 
     def _layout(self, policy: Policy) -> Layout:
+        """Return how a policy's budgets are spread over the layers. Layouts are cached."""
         if policy not in self._layouts:
             _make_room(self._layouts)
             self._layouts[policy] = Layout.of(self._config, policy, **self._options)
@@ -345,7 +349,7 @@ class KVManager:
         return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
-        """Return segments of rows, in all layers, as a cache for the model."""
+        """Return a cache for the model over some segments of rows, in all layers."""
         # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
@@ -385,7 +389,8 @@ class KVManager:
         return layer
 
     def _layers_of(self, policy: Policy) -> list[Layer]:
-        """Return the layers with slots under a policy, without blocks: templates, of which rows step through copies.
+        """Return the layers with slots under a policy. They have no blocks: each run makes copies of them over the
+        blocks of its rows.
 
         They are cached.
         """
@@ -399,6 +404,7 @@ class KVManager:
         return RecurrentState(states_of(self._cache(policy, self._budget))) if self._has_states else None
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
+        """Return a new cache under a policy, with the manager's options."""
         return BoundedCache(self._config, policy, budget, **self._options)
 
 

@@ -67,7 +67,7 @@ class Joined:
         phase: Phase,
         real: Bool[Tensor, "1 N"] | None = None,
     ) -> Float[Tensor, "1 Hq N E"]:
-        """Run `kvkeep.Layer.step` for each batch on its own tokens, in its own phase."""
+        """Run `kvkeep.Layer.step` for each batch on its own tokens, in its own phase. Return the outputs as one row."""
         done, start = [], 0
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length
@@ -80,7 +80,7 @@ class Joined:
 
 
 def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D"]:
-    """Split one row of tokens into ``rows`` rows of equal length."""
+    """Split one row that holds the tokens of ``rows`` equally long sequences into that many rows."""
     _, H, N, D = tensor.shape
     return tensor.view(H, rows, N // rows, D).transpose(0, 1)
 
@@ -135,7 +135,7 @@ class ModelRunner:
         self._named, self._adapters = adapters_of(model), ""
 
     def check_adapters(self) -> bool:
-        """Return whether the model's adapters are as they were at the last call, apart from switches of the engine.
+        """Return whether nobody but the engine has switched the model's adapters since the last call.
 
         If anybody else has switched them, the present ones count from now on.
         """
@@ -158,7 +158,9 @@ class ModelRunner:
             return self._run(run, rows)
 
     def _run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
-        """Run the model with the adapters that are active."""
+        """Run the model under the adapters that are active now. A decode step is replayed as a CUDA graph where that
+        can be done.
+        """
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
@@ -174,7 +176,8 @@ class ModelRunner:
     def _last(
         self, given: Sequence[_Input], caches: Sequence[PhasedCache], scored: ModelRun | None
     ) -> Float[Tensor, "n V"]:
-        """Return the logits after each row's last token; several batches are one sequence to the model.
+        """Run the model once over all batches, and return the logits after each row's last token. Several batches are
+        joined into one sequence.
 
         Args:
             given: the tokens of each batch.
@@ -254,7 +257,7 @@ class _Input(NamedTuple):
 
 
 def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:
-    """Return the rows of a batch as a cache, watched by a trial if there is one."""
+    """Return the KV cache over the rows of a batch. If a trial is given, it watches every layer."""
     watch = None if trial is None else trial.watch
     return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
 

@@ -21,7 +21,7 @@ from kvkeep.snapshot.contents import Contents
 
 
 def check_prefix_memory(most_bytes: object, chunk: int | None) -> int:
-    """Return the bytes that common beginnings of prompts may take, checked.
+    """Return ``prefix_memory`` as an integer of bytes, after checking its range, and that prompts are read in chunks.
 
     Raises:
         InputError: the value is no whole number of 0 or more, or prompts are read whole, so that there is nothing to
@@ -65,13 +65,14 @@ class PrefixCache:
         return len(self._found)
 
     def find(self, sequence: Sequence) -> Contents | None:
-        """Return the longest stored memory with which a prompt begins, short of the whole prompt; ``None`` if there is
-        none.
+        """Return the memory of the longest stored prefix of a prompt, shorter than the prompt; ``None`` if no prefix is
+        stored.
 
         The memory counts as used.
         """
         if not self._found:
             return None
+        # at least one token must be left to read, since the first answer token needs its logits
         borders = islice(self._borders(sequence), (len(sequence.prompt) - 1) // self._chunk)
         key = next((key for key in reversed(list(borders)) if key in self._found), None)
         if key is None:
@@ -80,8 +81,8 @@ class PrefixCache:
         return self._found[key]
 
     def keep(self, sequence: Sequence, rows: KVManager) -> None:
-        """Store the memory of a request whose row stands at a border of its prompt's chunks, and drop the least
-        recently used.
+        """Store a copy of a row whose sequence has just read whole chunks of its prompt, and evict the least recently
+        used copies beyond the limit.
 
         Store nothing for a request that continues a memory, has generated tokens, or is larger than the limit.
         """
@@ -105,12 +106,14 @@ class PrefixCache:
             self.held_bytes -= self._found.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Forget all memories."""
+        """Drop all stored prefixes."""
         self._found.clear()
         self.held_bytes = 0
 
     def _borders(self, sequence: Sequence) -> Iterator[Hashable]:
-        """Yield the key of each border: the settings that a memory depends on, and a hash of the tokens before it."""
+        """Yield the cache key of each chunk boundary in a prompt: a hash of the tokens before it, with the settings on
+        which their memory depends.
+        """
         if sequence.borders is None:
             sequence.borders = list(_hashes(sequence.prompt, self._chunk))
         weights, length = self._weights(sequence.request.adapter), self._length_key(len(sequence.prompt))
@@ -122,6 +125,7 @@ def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
     """Yield a hash of the first chunk, a hash of the first two chunks, and so on."""
     digest = hashlib.blake2b(digest_size=16)
     for end in range(chunk, len(tokens) + 1, chunk):
+        # eight bytes for each id, so that no two lists of ids have the same bytes
         digest.update(array("q", tokens[end - chunk : end]).tobytes())
         yield digest.digest()
 
@@ -130,8 +134,8 @@ def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
 
 
 def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
-    """Begin or resume a request in its row: with its swapped-out memory, the one it continues, a stored beginning, or
-    none.
+    """Put a request into its row: with its swapped-out memory, the memory that it continues, a stored prefix, or
+    nothing.
     """
     sequence.start()
     hosted = sequence.hosted
@@ -150,7 +154,8 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
 
 
 def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | None:
-    """Return the memory that a request begins with: the one it continues, or a stored beginning of its prompt.
+    """Return the memory with which a request first enters a row: the one that it continues, or a stored prefix of its
+    prompt.
 
     ``None`` if there is none, or if log-probabilities of the prompt are asked for.
     """

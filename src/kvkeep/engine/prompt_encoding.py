@@ -44,7 +44,7 @@ class ConversationHistory:
     budgets: tuple[int | tuple[int, ...], ...] = ()
 
     def held_in(self, contents: Contents) -> ConversationHistory:
-        """Return the same history with the pins and budgets that the contents hold."""
+        """Return the same history, with the pins and budgets found in these contents."""
         layers = contents.layers
         return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
@@ -130,11 +130,13 @@ class PromptEncoder:
         return tuple(ids[0].tolist())
 
     def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
-        """Return the token ids of a text that questions will follow, see `kvkeep.models.tokenization.opened`."""
+        """Return the token ids of a text about which questions will be asked, and the place in the chat template where
+        they go on.
+        """
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the token ids of a history and of the request that continues it.
+        """Return the token ids of a history followed by those of the request that continues it.
 
         The past stays as it is, also if the chat template would now write earlier turns in another way. The template
         decides how the last answer is closed: an end token that the model has not read gives way to that.
@@ -178,7 +180,7 @@ class PromptEncoder:
         return ({"role": "user", "content": request.prompt},) if has_template else ()
 
     def _checkpoint(self, request: Request) -> Checkpoint:
-        """Return the model's configuration together with the tokenizer. The request only words the error.
+        """Return the tokenizer with the model's configuration; refuse if there is no tokenizer.
 
         Raises:
             InputError: there is no tokenizer.
@@ -194,7 +196,7 @@ class PromptEncoder:
 
 
 def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
-    """Return the question with which a request follows a remembered text, and the messages after that question.
+    """Return the question that a request asks about a remembered text, and the messages that follow the question.
 
     Raises:
         InputError: the request cannot follow such a text.

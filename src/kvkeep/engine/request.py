@@ -29,7 +29,7 @@ from kvkeep.types import MemoryUsage
 
 
 def conversation(messages: object) -> tuple[dict[str, Any], ...]:
-    """Return messages as a tuple of dictionaries that nobody else can change.
+    """Return messages as a tuple of new dictionaries, after checking that each has a role and a content.
 
     Raises:
         InputError: there is no message, or a message has no role or content that is a text.
@@ -48,7 +48,7 @@ def conversation(messages: object) -> tuple[dict[str, Any], ...]:
 
 
 def functions(tools: object) -> tuple[dict[str, Any], ...]:
-    """Return tools as a tuple of dictionaries.
+    """Return tools as a tuple of new dictionaries, after checking that each is a mapping.
 
     Raises:
         InputError: ``tools`` is no list of mappings.
@@ -62,7 +62,7 @@ def functions(tools: object) -> tuple[dict[str, Any], ...]:
 
 
 def token_ids(prompt: object) -> tuple[int, ...]:
-    """Return the token ids of a list, an array or a tensor of one axis as Python's integers.
+    """Return the token ids in a list, an array or a tensor of one axis, as Python integers.
 
     Raises:
         InputError: the prompt is empty, a batch, or no sequence of integers.
@@ -124,7 +124,7 @@ def variables(given: object) -> Mapping[str, Any]:
 
 
 def checked_guard(guard: object) -> float | None:
-    """Return a guard as a float, or ``None`` if it is ``None``.
+    """Return a guard as a float, after checking that it is in [0, 1]; ``None`` stays ``None``.
 
     Raises:
         InputError: the guard is no number from 0 to 1.
@@ -167,7 +167,7 @@ Structured: TypeAlias = "Mapping[str, Any] | Structure"
 
 
 def structure_of(given: object) -> Structure | None:
-    """Return the form that a mapping asks for; ``None`` if the mapping is ``None``.
+    """Return the form of an answer that a mapping in the manner of vLLM's ``structured_outputs`` asks for.
 
     A `Structure` is returned as it is.
 
@@ -207,18 +207,21 @@ def json_structure(schema: object) -> Structure:
 
 
 def _object(value: object) -> Structure:
+    """Return the form of any JSON object; refuse values other than ``True``."""
     if value is not True:
         raise InputError(f"structured_outputs has json_object={value!r:.60}; give True, or leave it out.")
     return json_structure({"type": "object"})
 
 
 def _choice(value: object) -> Structure:
+    """Return the form of a choice among texts, after checking them."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
         raise InputError(f"structured_outputs has choice={value!r:.60}; give a list of texts that are not empty.")
     return Structure("choice", json.dumps(value, ensure_ascii=False))
 
 
 def _text(kind: Kind, value: object) -> Structure:
+    """Return the form of a regular expression or a grammar, after checking that it is a text."""
     if not isinstance(value, str) or not value:
         raise InputError(f"structured_outputs has {kind}={value!r:.60}; give a text that is not empty.")
     return Structure(kind, value)
@@ -381,8 +384,7 @@ class Request:
 
     @property
     def templated(self) -> dict[str, Any]:
-        """Return how the chat template is filled in: the fields of `kvkeep.models.tokenization.encode_chat` that differ
-        from their defaults."""
+        """Return the arguments for `kvkeep.models.tokenization.encode_chat` that differ from their defaults."""
         found = {
             "chat_template_kwargs": self.chat_template_kwargs or None,
             "add_generation_prompt": None if self.add_generation_prompt else False,
@@ -391,7 +393,7 @@ class Request:
         return {name: value for name, value in found.items() if value is not None}
 
     def _take_text(self) -> None:
-        """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers.
+        """Check the prompt or the messages. Token ids become a tuple of Python integers.
 
         Raises:
             InputError: there is neither a prompt nor messages, or both; or the one given is empty or of another
@@ -554,7 +556,7 @@ def request_of(asked: Any, sampling: SamplingParams | None = None) -> Request:
 
 
 def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
-    """Return a session's turn (a text, messages, token ids or a request) as a request.
+    """Return a session's turn as a request. Refuse fields that the session decides, such as the policy.
 
     Raises:
         InputError: ``asked`` is none of these, or names a policy, budget, sequence, snapshot or adapter.
@@ -603,7 +605,7 @@ def check_numbers(budget: object, **others: object) -> None:
 
 
 def usable(policy: object) -> Policy:
-    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
+    """Return a policy, parsed if it is a string, after checking that its instances compare and hash by their options.
 
     Raises:
         PolicyError: ``policy`` is no policy, or cannot be compared or hashed, which decides whether requests share
@@ -613,6 +615,7 @@ def usable(policy: object) -> Policy:
     if not isinstance(found, Policy):
         raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
     try:
+        # the engine groups rows by policy, so equal policies must compare as equal
         tells = hash(found) is not None and found == found
     except Exception:  # a class may raise anything there
         tells = False
@@ -628,5 +631,5 @@ def usable(policy: object) -> Policy:
 
 
 def _is_remembered(kind: type, name: str) -> bool:
-    """Return whether an attribute is a cached property, whose value follows from the fields."""
+    """Return whether an attribute is a cached property, so that its value follows from the options."""
     return isinstance(inspect.getattr_static(kind, name, None), cached_property)

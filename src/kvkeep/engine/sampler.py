@@ -29,19 +29,19 @@ from kvkeep.noise import spread, uniform
 
 
 def changed(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits after bias, the mask of end tokens that come too early, and penalties, in the order of vLLM."""
+    """Return the logits after the logit bias, `min_new_tokens` and the penalties, in the order of vLLM."""
     logits = _open(_biased(logits, generations), generations)
     logits = _repetition(logits, generations)
     return _counts(logits, generations)
 
 
 def _asking(generations: GenericSequence[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
-    """Return the indices of the rows whose sampling parameters satisfy ``asks``."""
+    """Return the indices of the rows whose sampling parameters fulfil a condition."""
     return [i for i, sequence in enumerate(generations) if asks(sequence.request.sampling)]
 
 
 def _biased(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits with the biases of the rows that have some."""
+    """Return the logits with ``logit_bias`` added, for the rows that have one."""
     asked = _asking(generations, lambda s: bool(s.logit_bias))
     if not asked:
         return logits
@@ -52,7 +52,7 @@ def _biased(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _open(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits with minus infinity for the end tokens of rows with fewer tokens than ``min_new_tokens``.
+    """Return the logits with minus infinity at the end tokens of rows that have not reached ``min_new_tokens``.
 
     Rows with a grammar are left as they are.
     """
@@ -103,6 +103,7 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
     """
     if sequence.used is None:
+        # the counts are written in later steps, in whatever mode these run
         with torch.inference_mode(False):  # written in inference mode and out of it
             sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         sequence.used[torch.tensor(sequence.prompt, device=logits.device)] = True
@@ -112,7 +113,9 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
 
 
 def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return how often each token was generated in a row. The counts are stored in the sequence and updated."""
+    """Return how often each token id was generated in one sequence, as a tensor ``(V,)``. The sequence keeps the
+    tensor, which is updated.
+    """
     if sequence.counts is None:
         with torch.inference_mode(False):
             sequence.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
@@ -125,7 +128,7 @@ def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
 def without(
     logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence], banned: BannedTokens
 ) -> Float[Tensor, "n V"]:
-    """Return the logits with minus infinity for the tokens that the model's makers ban.
+    """Return the logits with minus infinity at the tokens that the model's generation config bans.
 
     The form of an answer goes first: where it allows nothing else, banned tokens are allowed.
     """
@@ -143,7 +146,7 @@ def without(
 
 
 def _ends_with(sequence: Sequence, tokens: tuple[int, ...]) -> bool:
-    """Return whether the prompt and the new tokens of a row end with these tokens."""
+    """Return whether a sequence, prompt included, ends with these tokens."""
     n = len(tokens)
     last = sequence.token_ids[-n:]
     return (*sequence.prompt[len(sequence.prompt) - n + len(last) :], *last) == tokens
@@ -183,15 +186,18 @@ class Sampler:
             steps = torch.tensor([len(sequence.token_ids) for sequence in chosen], device=logits.device)
             streams = torch.tensor([sequence.request.sequence for sequence in chosen], device=logits.device)
             samplings = [sequence.request.sampling for sequence in chosen]
+            # the counter depends on the sequence and the number of its tokens, not on the batch, so a request draws the
+            # same anywhere
             tokens[index] = choose(penalised[index], samplings, steps ^ spread(streams))
         tokens = tokens.masked_fill_(~best.isfinite(), -1)
+        # rounding may differ between processes, and all of them must go on with the same token
         found: list[int] = (tokens if self._together is None else self._together.first(tokens)).tolist()
         _note(logits, found, sequences)
         return [None if token < 0 else token for token in found]
 
 
 def whole(token: int | None, sequence: Sequence) -> int:
-    """Return the token that was drawn for a request, if it is one.
+    """Return the drawn token; raise the reason if none could be drawn.
 
     Raises:
         NoNumbersError: no token was drawn, because the logits are no numbers.
@@ -220,6 +226,7 @@ def choose(
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
     tiny = torch.finfo(torch.float32).tiny  # a temperature that float32 would round to 0 takes the best token
+    # The largest logit becomes 0 first, so that a tiny temperature makes no logit NaN or +inf.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([max(s.temperature, tiny) for s in samplings])
     if any(s.top_k or s.top_p is not None or s.min_p is not None for s in samplings):
         V = logits.shape[-1]
@@ -263,7 +270,7 @@ _AT_ONCE = 64
 
 
 def is_scored(run: ModelRun) -> bool:
-    """Return whether a run needs the logits after all of its tokens, for log-probabilities of prompts."""
+    """Return whether a run needs the logits of every token, for the log-probabilities of a prompt."""
     return run.reads and any(map(_is_scored, run.requests))
 
 
@@ -297,7 +304,7 @@ def _size(batch: InputBatch, width: int) -> int:
 
 
 def _scores(sequence: Sequence, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
-    """Yield the log-probability of each prompt token that follows one of the tokens that are fed."""
+    """Yield the log-probability of each prompt token that follows one of the tokens just fed, in order."""
     follow = sequence.prompt[sequence.fed + 1 : sequence.fed + 1 + len(logits)]
     for at in range(0, len(follow), _AT_ONCE):
         part = follow[at : at + _AT_ONCE]

@@ -140,7 +140,7 @@ class SamplingParams:
             raise InputError("`top_p`, `top_k` and `min_p` have no effect without a `temperature` above 0.")
 
     def _take_numbers(self) -> None:
-        """Replace every number by Python's own, after checks of its type and range."""
+        """Replace every number by Python's own type, after checking that it is one."""
         for name, take, may_miss in _NUMBERS:
             value = getattr(self, name)
             if value is not None or not may_miss:
@@ -148,6 +148,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def _check_shares(self) -> None:
+        """Check the ranges of temperature, top-p, min-p and the penalties."""
         if not TEMPERATURE.allows(self.temperature):
             raise InputError(
                 f"temperature={self.temperature} is outside {_range(TEMPERATURE)}. 1 leaves the model as is."
@@ -168,7 +169,7 @@ class SamplingParams:
 
 
 def whole(name: str, value: object) -> int:
-    """Return a whole number as Python's own.
+    """Return an integer of any library as a Python integer. Booleans and fractions are refused.
 
     Args:
         name: the number's name, for the error.
@@ -186,7 +187,8 @@ def whole(name: str, value: object) -> int:
 
 
 def whole_within(name: str, value: object, low: int, high: int) -> int:
-    """Return a whole number from ``low`` to ``high`` as Python's own.
+    """Return an integer of any library as a Python integer, after checking that it is between ``low`` and ``high``,
+    both included.
 
     Raises:
         InputError: see `whole`; or the number is out of range.
@@ -198,7 +200,7 @@ def whole_within(name: str, value: object, low: int, high: int) -> int:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a finite number as Python's own.
+    """Return a finite number of any library as a Python float.
 
     Raises:
         InputError: the value is not a finite number; ``True`` and ``False`` are not taken.
@@ -226,7 +228,7 @@ _NUMBERS = tuple(
 
 
 def _biases(given: object) -> Biases:
-    """Return a logit bias as pairs of a token id and a number, sorted by token id.
+    """Return a logit bias as checked pairs of token id and number, sorted by token id.
 
     Raises:
         InputError: ``given`` is no mapping from token ids to numbers, has too many entries, or a number is out of
@@ -247,7 +249,7 @@ def _biases(given: object) -> Biases:
 
 
 def _repetition_rule(given: Any) -> RepetitionDetectionParams | None:
-    """Return the rule by which a repetitive text ends; ``None`` if no pattern is looked for.
+    """Return the checked rule that ends a repetitive text; ``None`` if repetition ends nothing.
 
     Raises:
         InputError: ``given`` is no rule, or a number of it is out of range.
@@ -286,7 +288,7 @@ def _shown(value: object) -> str:
 
 
 def another_sequence(sequence: int, number: int) -> int:
-    """Return an identity for the random numbers of a fork or a later turn, derived from the first identity and a
-    number.
+    """Return a new identity for random numbers, derived from an identity and a number, so that forks and later turns
+    draw differently.
     """
     return (sequence + number * _GOLDEN) % 2**63

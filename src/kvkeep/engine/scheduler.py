@@ -143,7 +143,7 @@ PATIENCE = 4
 
 
 def pace(device: torch.device) -> int:
-    """Return a device's default of ``decode_every``: the prompt tokens for which each running row gets a token.
+    """Return the default of ``decode_every`` for a device: after how many prompt tokens each running row gets a token.
 
     The prompts' first tokens then come a quarter later than without running rows, and tokens of running rows take five
     times as long as without prompts.
@@ -246,8 +246,8 @@ class Scheduler:
         return admitted
 
     def swap(self, takes: Callable[[Policy], bool], host_rows: int, *, least: int) -> Swap | None:
-        """Return the running sequence with the longest slice and the waiting one that gets its row; ``None`` if either
-        is missing.
+        """Choose a swap: the running sequence whose time slice is longest, and the waiting one that gets its row.
+        Return ``None`` if there is no such pair.
 
         Prompts are read to their ends before their rows are given up.
 
@@ -268,6 +268,7 @@ class Scheduler:
         if coming is None or not ripe or self._passed_over > PATIENCE * len(self._rows):
             return None
         self._passed_over += able[0] is not self.waiting[0]
+        # Of equal slices, that of the oldest request ends, whatever rows the sequences are in.
         leaving = max(ripe, key=lambda sequence: (len(sequence.token_ids) - sequence.resumed, -sequence.id))
         return Swap(cast(int, leaving.row), leaving, coming)
 
@@ -290,7 +291,8 @@ class Scheduler:
         leaving.row, coming.row, self._rows[row] = None, row, coming
 
     def _free_row(self, coming: Sequence) -> int | None:
-        """Return a free row, preferably beside a row of the same policy and adapter; ``None`` if all rows are taken.
+        """Return a free row for a sequence, preferably next to one with the same policy and adapter; ``None`` if all
+        are taken.
 
         A layer steps once per run of equal policies, and rows of other adapters between them are padding.
         """
@@ -305,8 +307,7 @@ class Scheduler:
         return next(iter(like or [i for i, _ in beside] or free), None)
 
     def next_policy(self) -> Policy | None:
-        """Return the policy of the longest waiting request if no row is taken; ``None`` while a row is, or if nobody
-        waits.
+        """Return the policy of the longest waiting request, if no row is in use; else ``None``.
 
         Requests count as not passed over from then on.
         """
@@ -324,7 +325,7 @@ class Scheduler:
         return [sequence for sequence in self.running if not sequence.fed] or list(self.waiting)[:1]
 
     def leave(self, sequence: Sequence) -> None:
-        """Free the row of a request, and remove the request from the queue."""
+        """Free the row of a request, or remove it from the queue."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence.row is not None:
@@ -332,8 +333,8 @@ class Scheduler:
             sequence.row = None
 
     def gap(self) -> Gap | None:
-        """Return the last decoding row and the first free row before it; ``None`` if there is no such row, or a request
-        waits.
+        """Return the last decoding sequence and a free row before it, to which it should move; ``None`` if there is
+        nothing to gain.
 
         A step computes every row up to the last running one, so rows whose prompts are still to be read come behind.
         """
@@ -355,7 +356,9 @@ class Scheduler:
         self._rows[gap.source], self._rows[gap.target], gap.sequence.row = None, gap.sequence, gap.target
 
     def plan(self) -> list[ModelRun]:
-        """Return the runs of this step: prompt chunks, if it is their turn, and a token for every running row."""
+        """Return the model runs of this step: prompt chunks, if it is their turn, and one token for every decoding
+        row.
+        """
         waits = self._prompts_first and any(sequence.status is SequenceStatus.PREFILL for sequence in self.running)
         steps = [] if waits else self._decode()
         is_turn = not steps or self._owed < self._decode_every
@@ -372,7 +375,7 @@ class Scheduler:
         return [ModelRun(with_prompts), *(ModelRun([step]) for step in steps if step is not shared)]
 
     def _decode(self) -> list[InputBatch]:
-        """Return batches of one token for every running row: one batch for each adapter."""
+        """Return a batch for each adapter, with the next token of every decoding row."""
         decoding = [
             sequence if sequence is not None and sequence.status is SequenceStatus.DECODE else None
             for sequence in self._rows
@@ -404,8 +407,8 @@ class Scheduler:
         return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
 
     def _feed(self, most: int) -> list[InputBatch]:
-        """Return batches with the next chunk of the oldest prompt, and of later prompts of its adapter as far as
-        ``most`` tokens allow.
+        """Return batches with the next chunk of the oldest prompt, and with chunks of later prompts as far as ``most``
+        tokens allow.
         """
         chosen: list[PromptChunk] = []
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
@@ -423,7 +426,8 @@ class Scheduler:
 def _of_adapter(
     decoding: GenericSequence[Sequence | None], adapter: str | None, *, from_first: bool
 ) -> tuple[int, list[Sequence | None]]:
-    """Return the first row of a batch and the sequences of an adapter from there on; other rows are fed nothing.
+    """Return the batch rows of one adapter, as the first row's index and the sequences from there on, with ``None`` for
+    rows that are not its own.
 
     Rows behind the last one cost nothing; those between are padding. So are rows before the first one if ``from_first``
     is set: a batch that always begins with the first row can be repeated as it was.
@@ -440,7 +444,7 @@ def _adapter(batch: InputBatch) -> str | None:
 
 
 def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]:
-    """Group chunks of neighbouring rows where that takes little padding. The chunks are sorted by row."""
+    """Group prompt chunks of neighbouring rows into batches that need little padding. The chunks are sorted by row."""
     groups: list[list[PromptChunk]] = []
     for piece in pieces:
         if groups and _fits(groups[-1], piece):
@@ -451,7 +455,9 @@ def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]
 
 
 def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
-    """Return whether a chunk joins the group before it: of the next row, as fresh as the group, with little padding."""
+    """Return whether a chunk may join a batch: it is in the next row, all or none begin a prompt, and little padding is
+    needed.
+    """
     lengths = [len(chunk.tokens) for chunk in (*group, piece)]
     padding = len(lengths) * max(lengths) - sum(lengths)
     begins = {chunk.owner.fed == 0 for chunk in (*group, piece)}
@@ -494,7 +500,7 @@ class DuplicatePrompts:
         return len(self) >= MOST
 
     def joins(self, sequence: Sequence) -> bool:
-        """Return whether a request now waits for an equal prompt that is being read.
+        """Register a request. Return whether it waits for another request that is reading an equal prompt.
 
         Otherwise the request reads its prompt, and later equal ones may wait for it. Short prompts, and those with
         log-probabilities, never wait.
@@ -507,18 +513,14 @@ class DuplicatePrompts:
         return reader is not sequence
 
     def of(self, reader: Sequence) -> list[Sequence]:
-        """Return the requests that wait for this reader's prompt, which has been read.
-
-        Later requests do not join them.
-        """
+        """Return the requests that wait for the prompt that ``reader`` has read, and let no more join them."""
         if self._readers.get(key := _key(reader)) is reader:
             del self._readers[key]
         return list(self._waiting.get(reader.id, ()))
 
     def leave(self, sequence: Sequence) -> Sequence | None:
-        """Forget a request.
-
-        If others wait for it, return the first of them, which reads the prompt in its place; else ``None``.
+        """Forget a request. If others wait for its prompt, return the first of them, which must now read the prompt
+        itself.
         """
         for waiting in self._waiting.values():
             if sequence in waiting:
@@ -536,5 +538,6 @@ class DuplicatePrompts:
 
 
 def _key(sequence: Sequence) -> Hashable:
-    """Return the settings that the memory of a prompt depends on, and the prompt's tokens."""
+    """Return a key that is equal for requests whose prompts lead to the same memory."""
+    # A snapshot counts by its identity: comparing two of them would mean comparing all of their bytes.
     return sequence.settings, id(sequence.request.snapshot), sequence.prompt

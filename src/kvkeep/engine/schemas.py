@@ -14,7 +14,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 def compact(schema: object, **options: object) -> dict[str, Any]:
-    """Return a schema that allows no white space but that of ``json.dumps``.
+    """Return a JSON schema whose answers have no white space but that of ``json.dumps``, and can always end.
 
     Its own ``x-guidance`` takes precedence.
 
@@ -52,8 +52,16 @@ _SCHEMA = '{"type": "object"}'
 # Values that end: the grammar engine compiles a schema whose values hold themselves, and fails within the answer.
 
 
+def has_values(schema: object) -> bool:
+    """Return whether some value that follows a schema ends, as far as is known of its references to itself."""
+    references = _References(schema)
+    return not references.endless or references.may_end(schema)
+
+
 def _with_ends(schema: Any) -> Any:
-    """Return a schema without the parts of which no value ends; ``False`` if this is so of the whole."""
+    """Return a schema without the branches that recurse for ever, for example a node that must hold a node; ``False``
+    if every branch does.
+    """
     references = _References(schema)
     if not references.endless:
         return schema
@@ -76,11 +84,12 @@ class _References:
         self._steps = 0
         targets = {name: _target(schema, name) for name in _references(schema)}
         self.endless = set(targets)
+        # All references count as endless at first. Those proven to end are removed until no more are found.
         while new := {name for name in self.endless if self.may_end(targets[name])}:
             self.endless -= new
 
     def may_end(self, part: Any) -> bool:
-        """Return whether some value of a part of the schema ends, as far as is known of its references."""
+        """Return whether a part of the schema has finite values, by what is known of its references so far."""
         self._steps += 1
         if not isinstance(part, dict) or self._steps > _MOST_STEPS:
             return True
@@ -94,11 +103,14 @@ class _References:
         return any(all(map(self.may_end, _held(part, kind))) for kind in kinds)
 
     def _is_endless(self, part: Any) -> bool:
+        """Return whether a part is a reference to a schema without finite values."""
         name = part.get("$ref")
         return isinstance(name, str) and name in self.endless
 
     def without_endless(self, part: Any) -> Any:
-        """Return a part of the schema with ``False``, which no value follows, in place of references without an end."""
+        """Return a copy of a part of the schema, with ``False``, which matches nothing, in place of each reference to a
+        schema without finite values.
+        """
         if isinstance(part, list):
             return [self.without_endless(inner) for inner in part]
         if not isinstance(part, dict):
@@ -117,7 +129,7 @@ _PLAIN = ("const", "enum", "default", "examples")
 
 
 def _held(part: Any, kind: object) -> Iterator[Any]:
-    """Yield the schemas of the values that every value of a kind holds."""
+    """Yield the schemas of the values that any object or array of this schema must contain."""
     if kind == "object":
         known = part.get("properties")
         needed = [name for name in _listed(part, "required") if isinstance(name, str)]
@@ -130,12 +142,12 @@ def _held(part: Any, kind: object) -> Iterator[Any]:
 
 
 def _listed(part: Any, name: str) -> list[Any]:
-    """Return a list in a schema; an empty one if there is something else."""
+    """Return the list under a key of a schema; an empty list if the key is missing or holds something else."""
     return found if isinstance(found := part.get(name), list) else []
 
 
 def _references(schema: Any) -> list[str]:
-    """Return the references to parts of the same schema."""
+    """Return the ``$ref`` values in a schema that point into the schema itself."""
     found, level = list[str](), [schema]
     for _ in range(_DEEPEST):
         for part in level:
@@ -147,7 +159,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """Return the part of a schema to which a JSON pointer refers; ``None`` if there is none."""
+    """Return the part of a schema at a JSON pointer such as ``#/$defs/node``; ``None`` if there is none."""
     found: Any = schema
     for step in reference.removeprefix("#").split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")

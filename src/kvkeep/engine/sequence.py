@@ -50,7 +50,7 @@ class RepetitionDetector:
         self._equal: dict[int, int] = {}  # pattern size → tokens at the end that equal the one so far before them
 
     def add(self, token_id: int) -> bool:
-        """Add a token, and return whether the last tokens repeat a pattern."""
+        """Add a token. Return whether the text now ends with a repeated pattern."""
         rule, position = self._rule, self._length
         before = self._positions.setdefault(token_id, deque())
         while before and position - before[0] > rule.max_pattern_size:
@@ -197,11 +197,11 @@ class Sequence:
 
     @property
     def to_read(self) -> GenericSequence[int]:
-        """Return the tokens that are read as a prompt, to which new ones belong after `begin_again`."""
+        """Return the tokens to prefill: the prompt, and after `begin_again` the tokens generated until then."""
         return (*self.prompt, *self.token_ids[: self.read_again]) if self.read_again else self.prompt
 
     def begin_again(self) -> None:
-        """Note that its row is empty, and that all of its tokens are to be read as a prompt."""
+        """Restart the sequence in an empty row: all of its tokens are to be read again as a prompt."""
         self.fed, self.read_again, self.levels = 0, len(self.token_ids), ()
         self.status = SequenceStatus.PREFILL
 
@@ -212,7 +212,7 @@ class Sequence:
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
-        """Return all settings that the prompt's memory depends on. Requests with equal settings may share that memory.
+        """Return, as a key, all settings on which the memory of the prompt depends.
 
         The settings stay the same while the request runs: a guarded request has the budget that it asked for. A field
         added to `Request` in the future is part of them, unless it is named in `_FREE`.
@@ -223,7 +223,9 @@ class Sequence:
 
     @property
     def scored(self) -> bool:
-        """Return whether the prompt's log-probabilities are asked for, so that the model must read all of it."""
+        """Return whether the request asks for log-probabilities of its prompt, so that no stored prefix may stand in
+        for it.
+        """
         return self.request.prompt_logprobs is not None
 
     def start(self) -> None:
@@ -240,7 +242,7 @@ class Sequence:
             self.status = SequenceStatus.DECODE
 
     def begin_prefilled(self, contents: Contents, budget: int) -> None:
-        """Let the sequence begin with the memory of an equal prompt, which another request has read.
+        """Start the sequence with the memory of its prompt, which another request has read.
 
         Args:
             contents: the memory of the prompt.
@@ -260,7 +262,7 @@ class Sequence:
         return max(0, len(self.to_read) - self.fed)
 
     def take(self, token_id: int) -> Event:
-        """Add a new token, finish the request if this is its last one, and return the token's event, without a result.
+        """Append a new token and return its event. Finish the sequence if this is its last token.
 
         Raises:
             KVKeepError: the request's grammar does not allow the token.
@@ -295,19 +297,19 @@ class Sequence:
         self.mark("last")
 
     def rest(self) -> str:
-        """Return the text that was held back, after a failed step; empty if there is none or decoding fails."""
+        """Return the text held back so far, after a failed step; empty if there is none, or decoding fails."""
         with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
             return self.tail.end() if self.tail else ""
         return ""
 
     @property
     def _hides_end(self) -> bool:
-        """Return whether the last token has ended the text, and is no part of it."""
+        """Return whether the last token is an end token that the text leaves out."""
         ended = self.finish_reason == "stop" and self.token_ids[-1] in self.ends
         return ended and not self.request.include_stop_str_in_output
 
     def result(self) -> Result:
-        """Return the finished request as the user gets it."""
+        """Return the `Result` of a finished sequence."""
         assert self.finish_reason is not None
         at, n, guard = self.times, len(self.token_ids), self.request.guard
         started = at.get("started", at["last"])  # a request may end before it has had a row

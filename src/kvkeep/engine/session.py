@@ -107,7 +107,8 @@ class SessionMemory:
         return made
 
     def load(self) -> Contents | None:
-        """Return the memory with which a turn begins; ``None`` if the session has none yet.
+        """Return the memory with which a turn begins, after checking that it fits the model as it is now; ``None``
+        before the first turn.
 
         Raises:
             SnapshotError: the memory does not belong to the model as it is now, or its file cannot be read any more.
@@ -121,7 +122,7 @@ class SessionMemory:
         return snapshot.contents
 
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Take over the memory of a turn that has ended well.
+        """Take over a row's contents after a turn that has ended well, with the conversation so far.
 
         Return the write that must end first; ``None`` if the session has the memory already.
 
@@ -135,7 +136,7 @@ class SessionMemory:
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 
     def go_on(self, past: ConversationHistory, snapshot: Snapshot) -> Pending | None:
-        """Replace the session's memory and history. If there is no room for the new memory, the session stays as it is.
+        """Replace the session's memory and history. Without room for the new memory, the session stays as it was.
 
         Return the write that must end first; ``None`` if the replacement is done.
 
@@ -156,7 +157,7 @@ class SessionMemory:
         return None
 
     def fork(self) -> State:
-        """Return a copy of the state for a fork. A memory in a file that later turns overwrite is copied."""
+        """Return the state for a fork. A memory whose file later turns would overwrite is copied."""
         kept = self.state.kept
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
             kept = self._store.keep_now(self._store.load(kept))
@@ -251,7 +252,7 @@ class Session:
         return last_result(self.send(asked, sampling))
 
     def stop(self) -> bool:
-        """Let the running turn end with its next token. What was said until then is the turn's answer, and is kept.
+        """Let the running turn end with its next token. The text so far is the turn's answer, and is kept.
 
         The call never waits, so a handler of Ctrl-C may make it. Return whether there is an answer that has begun;
         otherwise nothing is changed.
@@ -357,6 +358,7 @@ class Session:
         Raises:
             SnapshotError: the memory cannot be written; an older file stays as it was.
         """
+        # writing takes long and happens without the lock, so a turn may end meanwhile and leave a newer memory to write
         while True:
             with Uninterrupted(), self._host.dispatcher.turn:
                 # a turn that has ended since the last look has left another memory
@@ -416,6 +418,7 @@ class Session:
         return self._host.dispatcher.drain(iter([asked]), add, lambda: True, step=step, end=end)
 
     def _fork(self) -> Session:
+        """Return a new session that goes on from this one's last finished turn, with random numbers of its own."""
         self._forks += 1
         own, seed = Settled(self.policy, self.budget, self.adapter), another_sequence(self.sequence, self._forks)
         return Session(self._host, self._store, self._memory.fork(), own, sequence=seed)
@@ -469,7 +472,7 @@ class Session:
         self._host.enqueue(sequence)
 
     def _left(self, sequence: Sequence) -> None:
-        """Forget a turn that has ended, and start the next one.
+        """Remove a turn that has ended, and start the next one that can run.
 
         A turn that cannot start is refused, and the one after it tried.
         """
@@ -528,11 +531,11 @@ class TurnStates:
         return sum(state.nbytes for state in self._states if state is not None)
 
     def add(self, state: Snapshot | None) -> None:
-        """Add the memory after a turn. The oldest one goes if there are too many."""
+        """Append the memory after a turn. Beyond the limit, the oldest one is dropped."""
         self._states.append(state)
 
     def add_oldest(self, state: Snapshot) -> None:
-        """Add the memory before the oldest one, if there is room for it."""
+        """Insert a memory before the oldest one, if there is room."""
         if len(self._states) <= MOST_TURNS_BACK:
             self._states.appendleft(state)
 
@@ -541,12 +544,12 @@ class TurnStates:
         self._states.popleft()
 
     def take_back(self, turns: int) -> None:
-        """Forget the memories after the last turns."""
+        """Drop the memories after the last ``turns`` turns."""
         for _ in range(turns):
             self._states.pop()
 
     def replace_last(self, state: Snapshot | None) -> None:
-        """Put a memory in the place of the one after the last turn."""
+        """Replace the memory after the last turn."""
         self._states[-1] = state
 
 
@@ -643,7 +646,7 @@ class Sessions:
         kept: StoredSnapshot | None,
         pins: Spans,
     ) -> Session:
-        """Return a new session, which goes on from a snapshot if there is one, and register its name."""
+        """Create a session, continuing a snapshot if one is given, and register its name."""
         host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
         if pins:
             host.admission.check_pins(settled.policy, settled.budget, pins)  # no turn could keep them
@@ -660,8 +663,7 @@ class Sessions:
 def _agreed(
     session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None, adapter: str | None
 ) -> Session:
-    """Return an open session, if its policy, budget and adapter are those that are asked for. ``None`` asks for
-    nothing.
+    """Return an open session, after checking that the policy, budget and adapter asked for are its own.
 
     Raises:
         InputError: the session has another policy, budget or adapter.

@@ -68,7 +68,8 @@ class SnapshotFolder:
         return total
 
     def write(self, kept: StoredSnapshot) -> None:
-        """Write a memory to a file that is deleted together with it, unless `publish` gives the file a name.
+        """Write a memory to a temporary file, which is deleted with the memory unless `publish` gives it a session's
+        name.
 
         Do nothing if the memory is in a file already.
 
@@ -84,7 +85,7 @@ class SnapshotFolder:
         kept.spare = path
 
     def publish(self, file: Path, name: str) -> Path:
-        """Move a file to the place of a session's older file, which it replaces, and return the new path.
+        """Rename a temporary file to the file of a session, replacing an older one. Return the new path.
 
         Raises:
             SnapshotError: something other than a session's file is in that place, or the move fails.
@@ -207,7 +208,7 @@ class SessionStore:
         return sum(kept.nbytes for kept in self._in_memory())
 
     def keep_now(self, snapshot: Snapshot, name: str | None = None) -> StoredSnapshot:
-        """Keep a memory as `keep` does, and wait until there is room for it.
+        """Store a memory, as `keep` does, and wait until there is room for it.
 
         Raises:
             SnapshotError: a file cannot be written, for example on a full disk. The memory is not kept, and no other
@@ -221,8 +222,8 @@ class SessionStore:
     def keep(
         self, snapshot: Snapshot, name: str | None = None, *, instead: StoredSnapshot | None = None
     ) -> tuple[StoredSnapshot, Move | None]:
-        """Begin to keep a memory, and to move the least recently used memories to the disk if there is not room for
-        all.
+        """Store a memory in main memory. If the limit is exceeded, start moving the least recently used memories to the
+        disk.
 
         Args:
             snapshot: the memory.
@@ -278,7 +279,7 @@ class SessionStore:
         return self._move([kept])
 
     def wrote(self, move: Move) -> None:
-        """Wait for a move's files, and put each in its place. The memories stay in main memory as well.
+        """Wait until a move's files are written, and give each its final name. The memories stay in main memory.
 
         Raises:
             SnapshotError: a file cannot be written; an older file of that name stays as it was.
@@ -290,7 +291,7 @@ class SessionStore:
             self._place(kept)
 
     def adopt(self, kept: StoredSnapshot, instead: StoredSnapshot | None = None) -> None:
-        """Mark a memory as the one that its session goes on from, so that its file becomes the session's file.
+        """Make a memory the present one of its session: its file, once written, becomes the session's file.
 
         ``instead`` is the memory that the session went on from before.
 
@@ -308,7 +309,7 @@ class SessionStore:
             instead.current = False
 
     def give_up(self, kept: StoredSnapshot | None) -> None:
-        """Mark a memory as one that no session goes on from; do nothing for ``None``."""
+        """Mark a memory as no longer the present one of its session; do nothing for ``None``."""
         if kept is not None:
             kept.current = False
 
@@ -335,9 +336,7 @@ class SessionStore:
         return [kept for kept in found if kept is not None and kept.held is not None]
 
     def _leaving(self, spared: StoredSnapshot | None) -> list[StoredSnapshot]:
-        """Return the least recently used memories that must leave main memory so that the rest fits; ``[]`` without a
-        limit.
-        """
+        """Return the least recently used memories that must leave main memory so that the others fit into the limit."""
         if self._most_bytes is None:
             return []
         found, leaving = [kept for kept in self._in_memory() if kept is not spared], []
@@ -356,9 +355,7 @@ class SessionStore:
         return Move(memories, self._writing)
 
     def _place(self, kept: StoredSnapshot) -> None:
-        """Record the file of a memory that was written.
-
-        The file of its session's present memory replaces the older one.
+        """Record the file of a written memory. If it is its session's present one, rename it to the session's file.
 
         Raises:
             SnapshotError: the older file cannot be replaced.
@@ -372,7 +369,7 @@ class SessionStore:
 
 
 def check_name(name: object) -> str:
-    """Return the name of a session, checked.
+    """Return a session's name, after checking that it can be a file name.
 
     Raises:
         InputError: the name cannot be the name of a file.
@@ -413,11 +410,11 @@ class Parked:
         self.turns[sequence.id] = sequence, event, pending
 
     def drop(self, number: int) -> None:
-        """Forget a turn that is cancelled; its session does not go on from it."""
+        """Remove a cancelled turn. Its session keeps the memory from before it."""
         self.turns.pop(number, None)
 
     def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
-        """Yield the turns whose writing has ended, the oldest first, each with the event that was noted with it.
+        """Yield the turns whose memories are on the disk, the oldest first, each with its last event.
 
         A turn's memory is taken over before it is yielded; if that fails, its sequence ends with an error, and the
         event stays as it was. The first turn that is still being written ends the iteration; later turns wait with it.

@@ -70,8 +70,8 @@ class Swapper:
     def turn(
         self, scheduler: Scheduler, rows: KVManager, prefixes: PrefixCache, guarded: Callable[[Sequence], Guard]
     ) -> None:
-        """Swap a waiting request with the sequence whose time slice is over, if any, then start copying the next one
-        ahead.
+        """Swap a waiting request with a sequence whose time slice is over, if there is one. Then start copying the next
+        one to the device ahead of its turn.
 
         Args:
             scheduler: knows who waits and who runs.
@@ -101,8 +101,8 @@ class Swapper:
             self._ahead_s += took
 
     def due(self, scheduler: Scheduler, rows: KVManager) -> Swap | None:
-        """Return the sequence whose slice is over and the one that takes its row; ``None`` if nobody waits or no slice
-        is over.
+        """Return the swap that is due: the sequence whose slice is over, and the one that takes its row. Return
+        ``None`` if no swap is due.
         """
         if not scheduler.waiting or self._saved_s < self._cost_s:
             return None
@@ -110,7 +110,7 @@ class Swapper:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time of the body as the time of one swap.
+        """Measure the body as the cost of one swap.
 
         The device's work is waited for before and after the body, so that it counts for neither too little nor too
         much.
@@ -125,11 +125,13 @@ class Swapper:
             self._cost_s, self._ahead_s = self._ahead_s + took, 0.0
 
     def _spend(self, seconds: float) -> None:
+        """Count seconds as spent on copies."""
         self._copying_s += seconds
         self.copied_s += seconds
         self._saved_s -= seconds
 
     def _wait(self) -> None:
+        """Wait until the device has done all work of the steps."""
         if self.staging is not None:
             self.staging.synchronize()
 
@@ -144,7 +146,7 @@ class Swapper:
             self.staging.clear()
 
     def leave(self, swap: Swap, scheduler: Scheduler, rows: KVManager) -> None:
-        """Copy the memory of the leaving sequence into main memory, and give its row to the coming one.
+        """Copy the leaving sequence into main memory, and give its row to the coming one.
 
         If the copy fails, most likely for lack of memory, the sequence keeps its row and begins a new slice.
         """
@@ -163,6 +165,6 @@ class Swapper:
 
 
 def hosted_memory(waiting: Iterable[Sequence]) -> MemoryUsage:
-    """Return the bytes of all sequences in main memory."""
+    """Return the memory usage of all waiting sequences that were swapped out to main memory."""
     found = (held for sequence in list(waiting) if (held := sequence.hosted) is not None)
     return sum((replace(held.memory_usage, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())

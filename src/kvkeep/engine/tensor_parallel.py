@@ -66,7 +66,8 @@ class EngineAgreement:
         self._known: list[_DescribedRequest] = []
 
     def check(self, live: Iterable[Sequence]) -> None:
-        """Compare the requests that wait or run in this process with those of the others. All of them must call it.
+        """Compare this process's requests with those of the other processes, and raise an error in all of them if they
+        differ. Every process must call it.
 
         Cost: a number from each process; a request is described once.
 
@@ -78,6 +79,7 @@ class EngineAgreement:
                 mine = json.dumps({"engine": self._settings, "requests": self._requests()})
                 found = [json.loads(text) for text in self._together.texts(mine, self._device)]
                 raise InputError(f"{difference(found)} {_REMEDY}")
+        # what torch.distributed raises if a process has ended, or does not answer in time
         except RuntimeError as error:
             raise InputError(
                 "The processes that run the model together have lost each other: one has ended, or does something "
@@ -85,7 +87,9 @@ class EngineAgreement:
             ) from error
 
     def _digest(self, live: Iterable[Sequence]) -> int:
-        """Return a hash of the engine's settings, its requests, and how far these have got."""
+        """Return a hash of the engine's settings, and of its requests and their progress. Equal engines have equal
+        hashes.
+        """
         before = {request.of.id: request for request in self._known}
         self._known = [_known(sequence, before.get(sequence.id)) for sequence in live]
         parts = (part for request in self._known for part in (request.digest, request.reached))
@@ -93,6 +97,7 @@ class EngineAgreement:
         return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
 
     def _requests(self) -> dict[int, Description]:
+        """Return a description of each request and its progress, by number."""
         return {known.of.id: {**known.asked, **progress(known.of)} for known in self._known}
 
 
@@ -112,12 +117,12 @@ class _DescribedRequest:
 
     @property
     def reached(self) -> bytes:
-        """Return how far the request has got now."""
+        """Return the request's progress as bytes for the hash: tokens read, and tokens generated."""
         return b"%d,%d;" % (self.of.fed, len(self.of.token_ids))
 
 
 def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
-    """Return a request's description: the one from before if it is of the same sequence object, else a new one.
+    """Return the description of a request, reusing the one made before for the same sequence object.
 
     A session's turn gets a new object once its prompt is known.
     """
@@ -152,6 +157,7 @@ def described(sequence: Sequence) -> Description:
 
 
 def _values(of: Any) -> list[tuple[str, object]]:
+    """Return the fields of a dataclass as pairs of name and value."""
     return [(field.name, getattr(of, field.name)) for field in fields(of)]
 
 
@@ -161,7 +167,7 @@ def _shown(value: object) -> str:
 
 
 def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on how the first process that was given something else differs from process 0.
+    """Say in one sentence how the first process that differs from process 0 differs from it.
 
     Args:
         found: ``engine`` and ``requests`` of each process.
@@ -169,6 +175,7 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
     first = found[0]
     rank, other = next(
         ((rank, description) for rank, description in enumerate(found) if description != first),
+        # hashes that differed although the descriptions are equal: the order in which requests came is not described
         (len(found) - 1, found[-1]),
     )
     between = f"in process 0 and {{}} in process {rank}."
@@ -188,7 +195,7 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
 
 
 def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
-    """Return the number under which another process has the same request; ``None`` if it has no such request."""
+    """Return the number under which another process knows the same request; ``None`` if it does not know it."""
     rest = {name: value for name, value in asked.items() if name != "number"}
     return next(
         (number for number, description in among.items() if rest | {"number": description["number"]} == description),
@@ -197,7 +204,7 @@ def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
 
 
 def _part(mine: Description, theirs: Description, between: str) -> str:
-    """Return a sentence about the first part of a request that differs between two processes. The parts must differ."""
+    """Say in one sentence what differs first between two descriptions of a request."""
     name = next(name for name, value in mine.items() if theirs[name] != value)
     if name != "prompt":
         return f"`{name}` is {mine[name]:.200} {between.format(theirs[name][:200])}"

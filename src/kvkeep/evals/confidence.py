@@ -92,6 +92,7 @@ def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
 
 
 def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
+    """Return the share of right answers over all clusters of questions; NaN if there are none."""
     n = sum(size for _, size in clusters)
     return sum(count for count, _ in clusters) / n if n else math.nan
 
@@ -103,6 +104,7 @@ def _variance(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _wilson(share: float, n: float, quantile: float) -> Interval:
+    """Return Wilson's interval for a share of ``n`` questions, in percent."""
     square = quantile**2
     middle = (share + square / (2 * n)) / (1 + square / n)
     half = quantile * math.sqrt(share * (1 - share) / n + square / (4 * n * n)) / (1 + square / n)
@@ -110,6 +112,7 @@ def _wilson(share: float, n: float, quantile: float) -> Interval:
 
 
 def _quantile(freedom: int) -> float:
+    """Return Student's quantile of 97.5 % for this many degrees of freedom."""
     # beyond the table: the first term of Student's quantile in 1 / freedom, (z³ + z) / 4
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL + 2.4 / freedom
 
@@ -187,6 +190,7 @@ def of_cell(rows: Sequence[Row]) -> Interval:
     texts = _by_text(grade_of)
     if len(texts) < 2:
         return UNKNOWN
+    # wilson's interval is for right or wrong; other grades are resampled
     if any(grade not in (0, 1) for grade in grade_of.values()):
         return _bootstrap([(sum(grade_of[q] for q in own), len(own)) for own in texts])
     counts = [(round(sum(grade_of[q] for q in own)), len(own)) for own in texts]

@@ -75,6 +75,7 @@ def heat(rows: Sequence[Row]) -> list[Heat]:
 
 
 def _map(title: str, rows: Sequence[Row]) -> Heat:
+    """Return a heat map of what was found, in percent, by depth in the text and length of the text."""
     by = grouped(rows, lambda row: row["case"].partition(",")[0].partition("=")[2])
     lengths = sorted(by, key=lambda text: (len(text), text))  # numbers as texts, in the order of numbers
     values = [
@@ -86,6 +87,7 @@ def _map(title: str, rows: Sequence[Row]) -> Heat:
 
 
 def _share(counts: Sequence[Sequence[float | int]]) -> float:
+    """Return the share of right answers in percent of counts ``(right, asked)``; NaN if nothing was asked."""
     n = sum(count[1] for count in counts)
     return 100 * sum(count[0] for count in counts) / n if n else math.nan
 
@@ -111,6 +113,7 @@ def quality(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _curve(name: str, group: Sequence[Row], measure: ScoreMeasure) -> Series:
+    """Return a policy's measure over its budgets, with intervals."""
     points = [_point(percent(part[0]), measure.of(part), part, measure) for part in by_budget(group).values()]
     return _series(name, sorted(points), reference=is_full(group))
 
@@ -143,6 +146,7 @@ def depth(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _depth_curve(name: str, group: Sequence[Row]) -> Series:
+    """Return the share of right answers over the depth of the asked fact, in percent, with intervals."""
     width = TENTHS // _DEPTHS
     points: list[Point] = []
     for part in range(_DEPTHS):
@@ -170,6 +174,9 @@ def kept(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _kept_curve(name: str, group: Sequence[Row]) -> Series:
+    """Return the share of tokens that a policy keeps in each tenth of the text, in percent, with intervals over
+    seeds.
+    """
     points: list[Point] = []
     for tenth in range(TENTHS):
         spread = over([over([100 * row["score"]["kept"][tenth] for row in same]).mean for same in by_seed(group)])

@@ -89,7 +89,9 @@ def saved(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
+    """Return the rows of a split, downloaded or from the cache of the package datasets."""
     builder = package.load_dataset_builder(place.path, place.config, revision=place.revision)
+    # any other builder may be a script of the data set, which would run as code
     if _READERS.isdisjoint(kind.__name__ for kind in type(builder).__mro__):
         raise ValueError(f"it is read by {type(builder).__name__}, and only tables are read here")
     builder.download_and_prepare()
@@ -98,6 +100,7 @@ def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
 
 
 def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
+    """Return what ``work`` returns. Its errors become an `InputError` that says what to do otherwise."""
     try:
         return work()
     except MemoryError:  # says nothing about the data
@@ -113,6 +116,7 @@ def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
 
 
 def _package(why: str, otherwise: str) -> Any:
+    """Return the package datasets, after a check that it is there and too new to run code of data sets."""
     if find_spec("datasets") is None:
         raise InputError(f"{why}, which is not installed: {pip_install('datasets')}. {otherwise}")
     package = import_module("datasets")
@@ -296,6 +300,7 @@ def _files(folder: str | None, source: Source) -> list[Path]:
 
 
 def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> DatasetRows:
+    """Return rows with their numbers, after a check that each is a JSON object and that there is one."""
     numbers, made = [], []
     for number, row in numbered:
         if not isinstance(row, dict):
@@ -308,6 +313,7 @@ def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Datas
 
 
 def _check(found: DatasetRows, fields: Mapping[str, type | tuple[type, ...]]) -> None:
+    """Refuse rows that lack a field, or have a value of another type in it."""
     for number, row in enumerate(found.rows):
         for name, kind in fields.items():
             if not isinstance(row.get(name), kind):
@@ -345,6 +351,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _bytes(path: Path) -> bytes:
+    """Return the content of a data set's file."""
     if not path.is_file():  # a pipe would never end
         kind = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "no regular file"
         raise InputError(f"{path} is {kind}. Put the file of the data set there, or remove it.")

@@ -50,6 +50,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if isinstance(self.layer_budget, str):
+            # checks the rule
             budgets.per_layer(self.layer_budget, budget=1, layers=1)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
@@ -161,6 +162,7 @@ class Drive:
         return other
 
     def _padding(self, real: Bool[Tensor, "B n"]) -> dict[str, Tensor]:
+        """Return the mask over all columns so far and the positions of the new ones, for rows with padding."""
         self._real = real if self._real is None else torch.cat([self._real, real], dim=1)
         positions = self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
         return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
@@ -181,6 +183,7 @@ def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], B
 
 
 def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
+    """Return the position mode: the one that was asked for, else the policy's own, else true positions."""
     return position_mode(checkpoint.config, asked, own=policy.defaults.positions)
 
 

@@ -100,6 +100,7 @@ def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
         if one[i - 1] == other[j - 1]:
             i, j = i - 1, j - 1
             found.append(one[i])
+        # ties go as in the package rouge: the union of subsequences depends on them
         elif lengths[i - 1][j] > lengths[i][j - 1]:
             i -= 1
         else:
@@ -108,6 +109,7 @@ def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def _runs(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """Return all runs of ``n`` words in a row."""
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 

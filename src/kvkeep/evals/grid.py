@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvkeep import budget as ratios
 from kvkeep.errors import BudgetError, PolicyError
@@ -12,6 +12,7 @@ from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.policies import _head_budgets
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec
 
@@ -54,29 +55,50 @@ EVERYTHING = RequestedBudget(ratio=1.0)
 """The budget under which a policy that never evicts is listed."""
 
 
+class PolicyArm(NamedTuple):
+    """A policy of a list, and what the list says about its caches.
+
+    Attributes:
+        policy: the policy.
+        kv_bits: bits of keys and values, see `KV_BITS`, or ``"16"``; ``None`` where the list names none.
+        head_budget: how the budget is divided among heads; ``None`` where the list names no rule.
+    """
+
+    policy: Policy
+    kv_bits: str | None = None
+    head_budget: str | None = None
+
+    def over(self, setup: Setup) -> Setup:
+        """Return a setup with what the list names in place of its own."""
+        return replace(
+            setup,
+            kv_bits=check_bits(self.kv_bits or setup.kv_bits),
+            head_budget=self.head_budget or setup.head_budget,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GridArguments:
     """A request: every policy at every budget.
 
     Attributes:
-        policies: the policies.
+        arms: the policies.
         budgets: the budgets.
-        setup: how caches are made; of a policy that never evicts, only its ``kv_bits`` count.
-        kv_bits: of each policy, the bits of keys and values; ``None``, or no entry, for those of the setup.
+        setup: how caches are made, where an arm says nothing else; of a policy that never evicts, only the bits count.
     """
 
-    policies: Sequence[Policy]
+    arms: Sequence[PolicyArm]
     budgets: Sequence[RequestedBudget]
     setup: Setup = PLAIN
-    kv_bits: Sequence[str | None] = ()
 
     def pairs(self) -> list[tuple[Policy, RequestedBudget, Setup]]:
         """Return the combinations to run. A policy that never evicts runs once, as it keeps all tokens anyway."""
         combinations = []
-        for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
-            setup = replace(self.setup if policy.evicts else PLAIN, kv_bits=check_bits(bits or self.setup.kv_bits))
-            budgets = dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,)
-            combinations += [(policy, budget, setup) for budget in budgets]
+        for arm in self.arms:
+            setup, budgets = arm.over(self.setup), list(dict.fromkeys(self.budgets))
+            if not arm.policy.evicts:
+                setup, budgets = replace(PLAIN, kv_bits=setup.kv_bits), [EVERYTHING]
+            combinations += [(arm.policy, budget, setup) for budget in budgets]
         return combinations
 
 
@@ -134,27 +156,30 @@ class Planned:
 
 
 def split_policies(text: str) -> list[Policy]:
-    """Return the policies of `split_arms`, which must name no bits.
+    """Return the policies of `split_arms`, which must name nothing else.
 
     Raises:
-        PolicyError: the list is empty, or a policy in it is wrong or names bits.
+        PolicyError: the list is empty, or a policy in it is wrong or names bits or a rule for heads.
     """
     arms = split_arms(text)
-    for policy, bits in arms:
-        if bits is not None:
-            raise PolicyError(f"{policy}@{bits} names bits, which have no effect here. Write {policy}.")
-    return [policy for policy, _ in arms]
+    for policy, *named in arms:
+        if any(named):
+            words = "".join(f"@{word}" for word in named if word)
+            raise PolicyError(f"{policy}{words} names {words[1:]}, which has no effect here. Write {policy}.")
+    return [arm.policy for arm in arms]
 
 
-def split_arms(text: str) -> list[tuple[Policy, str | None]]:
-    """Return the policies of a list and the bits of their slots, each pair once.
+def split_arms(text: str) -> list[PolicyArm]:
+    """Return the policies of a list, each with what it names beside the policy, each once.
 
     A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
-    names bits, see `kvkeep.kv.slot_codec.check_bits`; ``None`` stands where none are named.
+    names bits, see `kvkeep.kv.slot_codec.check_bits`; ``h2o@global:0.2`` a rule by which heads share the budget, see
+    `kvkeep.cache.BoundedCache`; ``h2o@ada@8`` both.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong.
         InputError: slots cannot have that number of bits.
+        BudgetError: a rule's number is out of range.
     """
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -167,9 +192,20 @@ def split_arms(text: str) -> list[tuple[Policy, str | None]]:
     return list(dict.fromkeys(map(_arm, pieces)))
 
 
-def _arm(text: str) -> tuple[Policy, str | None]:
-    policy, at, bits = text.partition("@")
-    return parse(policy.strip()), (check_bits(bits.strip().removesuffix("bit")) or "16") if at else None
+def _arm(text: str) -> PolicyArm:
+    """Return what ``POLICY@BITS@RULE`` says; bits and rule are ``None`` if none are named."""
+    policy, *words = (word.strip() for word in text.split("@"))
+    named: dict[str, str] = {}
+    for word in words:
+        if word.partition(":")[0] in (*_head_budgets.RULES, _head_budgets.PROFILE):
+            _head_budgets.parsed(word)
+            kind, value = "head_budget", word
+        else:  # `check_bits` returns nothing for 16, and here nothing means that no bits were named
+            kind, value = "kv_bits", check_bits(word.removesuffix("bit")) or "16"
+        if kind in named:
+            raise PolicyError(f"{text!r:.80} names {kind} twice; write {policy}@{named[kind]} or {policy}@{value}.")
+        named[kind] = value
+    return PolicyArm(parse(policy), **named)
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:

@@ -100,10 +100,12 @@ def write(page: Board, folder: Path) -> list[Path]:
 
 
 def _line(row: Row) -> tuple[str, str, str]:
+    """Return what a row of the table is about: model, policy and budget."""
     return str(row["model"]), policy_label(row), str(row["budget"])
 
 
 def _of(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> list[Row]:
+    """Return the rows of a measure's task that were asked by this protocol."""
     return [row for row in of_task(rows, measure.task) if protocol(row) == how]
 
 
@@ -120,6 +122,7 @@ def _rank(rows: Sequence[Row], columns: Sequence[tuple[ScoreMeasure, str]]) -> t
 
 
 def _title(measure: ScoreMeasure, how: str) -> str:
+    """Return the title of a column: the measure and, if it asks questions, the protocol."""
     return f"{measure.title} ({how})" if how else measure.title
 
 
@@ -138,10 +141,12 @@ def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> st
 
 
 def _held(rows: Sequence[Row]) -> str:
+    """Return the KV memory that rows held, as a share of a full cache."""
     return f"{over([held(row) for row in rows]).mean:.0%}"
 
 
 def _notes(folders: Sequence[ResultFolder], rows: Sequence[Row]) -> list[str]:
+    """Return the sentences below the table: how to read it, how many cells it has, and each task's settings."""
     settings = {task: dict(found) for folder in folders for task, found in folder.manifest["tasks"].items()}
     about = [f"{task}: {', '.join(f'{k}={v}' for k, v in found.items())}" for task, found in settings.items()]
     return [
@@ -156,6 +161,7 @@ def _notes(folders: Sequence[ResultFolder], rows: Sequence[Row]) -> list[str]:
 
 
 def _html(page: Board) -> str:
+    """Return the leaderboard as an HTML page."""
     head = "".join(
         f"<th{' class=n' if i > 1 else ''}>{_escaped(title)}</th>"
         for i, title in enumerate(("model", "policy", "budget", *page.columns))
@@ -176,6 +182,7 @@ def _html(page: Board) -> str:
 
 
 def _markdown(page: Board) -> str:
+    """Return the leaderboard as Markdown."""
     titles = ["model", "policy", "budget", *page.columns]
     rule = ["---", "---", *("---:" for _ in titles[2:])]
     table = "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in (titles, rule, *page.lines))
@@ -187,6 +194,7 @@ def _markdown(page: Board) -> str:
 
 
 def _escaped(text: str) -> str:
+    """Return a text for HTML."""
     return html.escape(_visible(text))
 
 
@@ -196,4 +204,5 @@ def _plain(text: str) -> str:
 
 
 def _visible(text: str) -> str:
+    r"""Return a text with escapes in place of characters that do not print, such as ``\\x1b``."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

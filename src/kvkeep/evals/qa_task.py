@@ -143,6 +143,7 @@ def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
 
 
 def _kept(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
+    """Return the share of tokens that each row's cache keeps in each tenth of its text, mean over layers and heads."""
     lengths, cache = [prompt.first for prompt in prompts], drive.cache
     tenths = [task.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
     return torch.stack(tenths).mean(0).cpu()
@@ -339,6 +340,8 @@ class QATask(Task):
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup
     ) -> Iterator[Replies]:
+        """Yield the replies to a case's questions under a policy, batch by batch."""
+
         def drive(at: Sequence[int], first: int) -> Drive:
             return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
 
@@ -347,6 +350,9 @@ class QATask(Task):
 
 
 def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, Any]:
+    """Return the record of graded replies: their mean, number and grades, and sums by tenth of the text where depths
+    are known.
+    """
     score: dict[str, Any] = {
         "score": sum(grades) / len(grades),
         "n": len(grades),

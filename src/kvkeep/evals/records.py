@@ -180,6 +180,7 @@ def fault(row: Row) -> str | None:
 
 
 def _is_budget(value: object) -> bool:
+    """Return whether a value is a budget as records name it: a number of tokens, or a share in percent."""
     if not isinstance(value, str) or not value.isascii() or len(value) > LONGEST:
         return False
     if not value.endswith("%"):
@@ -296,6 +297,7 @@ def protocol(row: Row) -> str:
 
 
 def _folder(path: Path) -> ResultFolder:
+    """Return the results of a folder of ``kvkeep eval``."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is no folder; give the folders that hold results of kvkeep eval.")
     records = Records(path)
@@ -306,6 +308,7 @@ def _folder(path: Path) -> ResultFolder:
 
 
 def _same_tasks(one: ResultFolder, other: ResultFolder) -> None:
+    """Refuse folders whose common tasks have different settings."""
     for task in one.manifest["tasks"].keys() & other.manifest["tasks"].keys():
         first, second = one.manifest["tasks"][task], other.manifest["tasks"][task]
         _same(one, other, first, second, {key: f"{key!r} of {task}" for key in sorted({*first, *second})})
@@ -314,12 +317,14 @@ def _same_tasks(one: ResultFolder, other: ResultFolder) -> None:
 def _same(
     first: ResultFolder, second: ResultFolder, a: Mapping[str, Any], b: Mapping[str, Any], names: Mapping[str, str]
 ) -> None:
+    """Refuse folders in which one of the named entries differs."""
     for key, name in names.items():
         if a.get(key) != b.get(key):
             _refuse(first, second, f"{name} is {a.get(key)!r:.80} in the first and {b.get(key)!r:.80} in the second")
 
 
 def _same_protocols(one: ResultFolder, other: ResultFolder) -> None:
+    """Refuse folders in which a task was asked by different protocols."""
     first, second = (_protocols(folder.rows) for folder in (one, other))
     for task in first.keys() & second.keys():
         if first[task] != second[task]:
@@ -328,9 +333,11 @@ def _same_protocols(one: ResultFolder, other: ResultFolder) -> None:
 
 
 def _protocols(rows: Sequence[Row]) -> dict[str, set[str]]:
+    """Return the protocols by which each task was asked."""
     asked = [row for row in rows if protocol(row)]
     return {task: {protocol(row) for row in own} for task, own in grouped(asked, lambda row: str(row["task"])).items()}
 
 
 def _refuse(first: ResultFolder, second: ResultFolder, what: str) -> NoReturn:
+    """Raise the error that two folders cannot be in one table."""
     raise InputError(f"{first.path} and {second.path} cannot be in one table: {what}. Take such folders apart.")

@@ -123,12 +123,14 @@ def weakness_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Table:
+    """Return the table of a measure: policies by budgets, with intervals where they are known."""
     columns = list(by_budget(group))
     several = seeds(group)
     title = f"{measure.title} ({case_title(measure.task, case)})"
     title = f"{title}, mean ± half of the range over {several}" if several else title
     if not measure.graded:
         return Table(title, columns, _cells(group, columns, measure.show))
+    # a model that fails with everything kept cannot show what eviction costs
     mark = WEAK if _full_percent(measure, group) < ABLE_PERCENT else ""
     cells = _cells(group, columns, lambda part: measure.show(part) + interval_text(of_cell(part)) + mark)
     known = any("(" in cell for line in cells.values() for cell in line)
@@ -145,17 +147,18 @@ def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequenc
 
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
+    """Return a table per case of recall in which ``full`` is right at all: the share of its answers that stays."""
     tables = []
     for case, rows_of_case in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in rows_of_case if is_reference(row))
         others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
-        if full and others:
+        if any(full.values()) and others:  # of no right answer none can stay
             tables.append(_share_table(case, others, full))
     return tables
 
 
 def _share_table(case: str, rows: Sequence[Row], full: Answers) -> Table:
+    """Return the table of the shares of the full cache's answers that each policy keeps at each budget."""
     columns = list(by_budget(rows))
     texts = len({question[:2] for question in full})
     title = (
@@ -201,11 +204,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _better(pair: PolicyPair) -> str:
+    """Return which of two policies is before the other."""
     better, worse = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
     return f"{better} before {worse}"
 
 
 def _span(group: Sequence[PolicyPair]) -> str:
+    """Return the smallest and the largest number of questions of the pairs."""
     low, high = min(pair.n for pair in group), max(pair.n for pair in group)
     return str(low) if low == high else f"{low} to {high}"
 
@@ -217,11 +222,13 @@ def _rounded(n: int) -> int:
 
 
 def _order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Return the policies and the budgets of bounded caches, in the order of the rows."""
     bounded = [row for row in rows if not is_full([row])]
     return list(by_policy(bounded)), list(by_budget(bounded))
 
 
 def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list[str], list[str]]) -> Table:
+    """Return the table of each policy's points below the best policy of its budget."""
     names, budgets = order
     by = {budget: _against(own) for budget, own in grouped(group, lambda pair: pair.budget).items()}
     columns = [budget for budget in budgets if budget in by]
@@ -259,4 +266,5 @@ def _difference_cell(pair: PolicyPair, sign: int) -> str:
 
 
 def _signed(value: float) -> str:
+    """Return a number of points with its sign; 0 has none."""
     return f"{value:+.0f}".replace("-", "−") if round(value) else "0"

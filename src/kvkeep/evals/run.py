@@ -289,6 +289,7 @@ class CellRunner:
 
 
 def _other(task: Task, what: str) -> InputError:
+    """Return the error that a worker's data differ from the command's."""
     return InputError(f"The data of {task.name} are not those of the command: {what}. Give every node the same files.")
 
 

@@ -153,6 +153,7 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
 def _context(
     task: Needles, haystack: Haystack, needles: list[str], n: int, drawn: random.Random
 ) -> tuple[str, list[float]]:
+    """Return a text with needles in it, and their depths as shares of the text."""
     depths = drawn.sample(_DEPTHS, len(needles))
     if task.hay == "noise":
         hay = [NOISE] * n
@@ -177,10 +178,12 @@ def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> 
 
 
 def _said(task: Needles, key: str, held: str) -> str:
+    """Return the sentence of a needle, in RULER's words."""
     return _NEEDLE.format(kind=task.values, key=key, value=held)
 
 
 def _listed(keys: list[str]) -> str:
+    """Return keys as a list in a sentence."""
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
 
 
@@ -300,6 +303,7 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 
 
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
+    """Yield a paragraph of SQuAD on its own, then once for each of its questions, with the answers."""
     context = text(paragraph, "context")
     yield article, context, "", ()
     for entry in paragraph["qas"]:
@@ -319,6 +323,7 @@ def _different(answers: Any) -> tuple[str, ...]:
 
 
 def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
+    """Return HotpotQA's paragraphs without repetition, and its questions with the paragraphs that each needs."""
     texts = sorted({said for _, _, shown in rows for said in shown})
     numbers = {said: i for i, said in enumerate(texts)}
     questions = [
@@ -343,6 +348,7 @@ def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
 
 
 def _document(title: Any, said: Any) -> str:
+    """Return a paragraph of HotpotQA with its title."""
     if not isinstance(title, str) or not isinstance(said, list):
         raise ValueError("'context' holds no titles and lists of sentences")
     return f"{title}\n{''.join(said)}"
@@ -419,6 +425,9 @@ def chain(seed: str) -> Callable[[int], Item]:
 
 
 def _chained(drawn: random.Random, n: int, letters: int) -> Item:
+    """Return an item of RULER's variable tracking: a chain of assignments in noise, and the question for all its
+    names.
+    """
     names: dict[str, None] = {}
     while len(names) < _HOPS + 1:
         names["".join(drawn.choices(string.ascii_uppercase, k=letters))] = None
@@ -455,6 +464,9 @@ def common(seed: str, context: int) -> Callable[[int], Item]:
 
 
 def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[str, list[str]]:
+    """Return a numbered list of words, some of which are ``often`` in it and the others ``seldom``, and the frequent
+    ones.
+    """
     chosen = words(drawn, n)
     listed = chosen[:_COMMON] * often + chosen[_COMMON:] * seldom
     drawn.shuffle(listed)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.errors import InputError, closest
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.tiny.documents import STYLES
+from kvkeep.models.tiny.documents import STYLES, Style
 from kvkeep.models.tiny.recall import HELD_OUT, draw_facts, most_facts, own_filler
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
@@ -82,17 +82,28 @@ class Options:
                 raise InputError(f"{name}={value} leaves nothing to measure; give 1 or more.")
         if self.window is not None and self.window < SHORTEST_WINDOW:
             raise InputError(f"window={self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
-        if self.facts > (most := most_facts(HELD_OUT)):
-            raise InputError(f"facts={self.facts} is more than there are names and things for; give {most} or fewer.")
         if outside := [depth for depth in self.depths if not 0 <= depth <= 1]:
             raise InputError(f"depths={outside[0]:g} is outside the text; give shares from 0 (start) to 1 (end).")
         if self.documents not in STYLES:
             raise InputError(f"documents={self.documents!r} is no look of texts; use one of {', '.join(STYLES)}.")
+        _check_look(STYLES[self.documents], self.documents, self.facts, self.text)
         if self.ask not in ASK:
             raise InputError(f"ask={self.ask!r} is no way to ask; use {', '.join(ASK[:-1])} or {ASK[-1]}.")
         for name, number, most in (("shots", self.shots, MOST_SHOTS), ("seed", self.seed, 2**31 - 1)):
             if not 0 <= number <= most:
                 raise InputError(f"{name}={number} is outside 0 … {most}.")
+
+
+def _check_look(look: Style, name: str, facts: int, text: str | None) -> None:
+    """Refuse a look of recall texts that lacks a text, or has more facts than it can state.
+
+    Raises:
+        InputError: the text is missing, or there are too many facts.
+    """
+    if look.own_text and not (text or "").strip():
+        raise InputError(f"documents={name!r} puts facts between the sentences of a text; give one with `text`.")
+    if facts > (most := most_facts(look.lexicon)):
+        raise InputError(f"facts={facts} is more than there are names and things for; give {most} or fewer.")
 
 
 @dataclass(frozen=True)
@@ -245,6 +256,7 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     """
     n = torch.tensor(lengths, device=positions.device)[:, None, None]
     inside = (positions >= 0) & (positions < n)
+    # empty slots and tokens behind the text count in a column of their own, which is left out
     tenth = torch.where(inside, positions * TENTHS // n, TENTHS).long()
     counts = torch.zeros(*positions.shape[:2], TENTHS + 1, device=positions.device)
     counts.scatter_add_(-1, tenth, torch.ones_like(tenth, dtype=counts.dtype))
@@ -358,6 +370,7 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
+    """Return the first tokens of the package's own sentences."""
     sentences = own_sentences(seed)
     text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
@@ -381,15 +394,18 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
     length = min(length, len(ids))
     starts = range(0, len(ids) - length + 1, length)
     chosen = [starts[(seed * rows + row) % len(starts)] for row in range(min(rows, len(starts)))]
+    # a text with too few windows gives all of them, whatever the seed
     return [ids[start : start + length] for start in (chosen if rows < len(starts) else starts)]
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:
+    """Return a text's tokens without the tokenizer's first token."""
     ids = encode(checkpoint, text, raw=True)[0]
     begin = checkpoint.tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[0] == begin else ids
 
 
 def _begin(checkpoint: Checkpoint) -> Int[Tensor, " n"]:
+    """Return the tokenizer's first token; nothing if it has none."""
     begin = checkpoint.tokenizer.bos_token_id
     return torch.tensor([] if begin is None else [begin], dtype=torch.int64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.attention_probe import keeps_states
-from kvkeep.cache.layer_layout import Layout, default_budget
+from kvkeep.cache.layer_layout import Layout, default_budget, policy_for_later
 from kvkeep.errors import InputError, PolicyError, UnsupportedModelError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
@@ -29,7 +29,7 @@ from kvkeep.policies.registry import parse
 
 CASES: dict[str, str] = {"inside": DEFAULT, "later": LATER}
 """When the question is read, and the policy that is shown by default: that of ``kvkeep generate`` and of ``kvkeep
-remember``."""
+remember`` on most models."""
 NEW_TOKENS = 32
 MOST_NEW_TOKENS = 54
 """What is left of the page's moments when the prompt has 200 of them."""
@@ -110,6 +110,8 @@ def explain(  # noqa: PLR0913  the choices of a user
     if asked.case == "later" and not question.strip():
         raise InputError("A question that comes later is missing. Give one.")
     with _ready(model, tokenizer) as (found, checkpoint):
+        if policies is None and case == "later":
+            asked = replace(asked, policies=[policy_for_later(checkpoint.config)])
         prompt, notes = _prompt(checkpoint, found, message, text, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
@@ -317,6 +319,7 @@ def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
 
 
 def _call(name: str, question: str, asked: ExplainArguments) -> str:
+    """Return the Python call that makes the same explanation, for the page."""
     model = None if name == "the embedded model" else name
     chosen = [str(policy) for policy in asked.policies]
     budget = "" if asked.budget is None else f", budget={asked.budget}"

@@ -71,6 +71,7 @@ def unpacked(table: dict[str, Any]) -> Tensor:
 
 
 def _table(kind: str, values: Tensor) -> dict[str, Any]:
+    """Return a tensor as a JSON object: its kind, its shape, and its bytes, compressed and in base64."""
     data = zlib.compress(values.contiguous().cpu().numpy().tobytes(), 9)
     return {"type": kind, "shape": list(values.shape), "data": base64.b64encode(data).decode("ascii")}
 

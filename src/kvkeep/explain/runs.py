@@ -188,6 +188,7 @@ class WorkDone:
             self._all += self._of(size, end) + sum(self._of(size, 2 * min(end, room + size)) for room in rooms)
 
     def _of(self, tokens: int, seen: int) -> int:
+        """Return the operations of reading ``tokens`` after ``seen`` earlier ones."""
         return tokens * (self._weights + self._pair * seen)
 
     def add(self, tokens: int, seen: int) -> None:
@@ -345,6 +346,7 @@ def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
 
     body = {"score": score, "__module__": kind.__module__, "__doc__": kind.__doc__}
     made = copy.copy(policy)
+    # policies are frozen dataclasses, which refuse an ordinary assignment
     object.__setattr__(made, "__class__", type(kind.__name__, (kind,), body))
     return made
 
@@ -377,6 +379,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of tokens as it is: special tokens shown, spaces left alone."""
     if not ids:
         return ""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

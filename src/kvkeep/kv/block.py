@@ -24,7 +24,7 @@ from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, Stat
 
 
 def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> State:
-    """Return the state of heads that have seen no token: zeros in float32.
+    """Return the states of heads that have seen no token: zeros in float32.
 
     Args:
         axes: the policy's `summaries`, name → axes.
@@ -48,7 +48,7 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
 
 
 def places(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return for each head state of a policy its name in a shared block: its axes and a number.
+    """Return the name in a shared block of each head state that a policy declares: its axes and a number.
 
     States of the same axes share a tensor, in the order in which a policy names them.
     """
@@ -59,12 +59,12 @@ def places(axes: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the axes of the states, by their names of `places`."""
+    """Return the axes of a policy's head states, by their names in a shared block (see `places`)."""
     return {place: axes[name] for name, place in places(axes).items()}
 
 
 def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
-    """Count the numbers in the state of one head."""
+    """Count the numbers in all states of one head."""
     keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
     return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
 
@@ -176,13 +176,13 @@ class Block:
             held[rows] = 0 if exponents is None else exponents.to(held.device)
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """Return the positions of the next ``T`` tokens of each row, -1 for padding, without counting them."""
+        """Return the positions that the next ``T`` tokens of each row will have, -1 for padding. Nothing is counted."""
         if real is None:
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
         return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
 
     def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
-        """Count the new tokens of each row as seen, and return their positions, -1 for padding.
+        """Count the new tokens of each row as seen. Return their positions, -1 for padding.
 
         In a prefill, also set where the prompt ends.
         """
@@ -194,7 +194,8 @@ class Block:
         return positions
 
     def opened(self) -> Block:
-        """Return the block for a step, with slots and state side by side; itself unless it has a pool.
+        """Return the block as a step works on it, with slots and state side by side. Without a pool this is the block
+        itself.
 
         `close` writes back what the step changes.
         """
@@ -207,7 +208,7 @@ class Block:
         return other
 
     def close(self, opened: Block) -> None:
-        """Write slots and state of an opened block back; do nothing if ``opened`` is this block."""
+        """Write the slots and the state of an opened block back into this one. If both are the same, do nothing."""
         if opened is self:
             return
         opened.store.close()
@@ -215,13 +216,13 @@ class Block:
             opened.store.put_back(held, opened.state[name])
 
     def remember(self, state: State) -> None:
-        """Copy the policy's state into the block's tensors, in place."""
+        """Copy a policy's new state into the block's tensors, in place."""
         for name, tensor in state.items():
             if tensor is not self.state[name]:
                 self.state[name].copy_(tensor)
 
     def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
-        """Give every head a budget of its own, and the layer as many slots as its largest head needs.
+        """Set a budget for each head, and give the heads slots for it.
 
         The slots lose their content if their number grows. The caller must be about to fill them.
         """
@@ -240,7 +241,7 @@ class Block:
         self.store.divide(self.budget + 1)
 
     def held(self) -> Int[Tensor, "B Hk"]:
-        """Count the occupied slots of each head."""
+        """Return the number of occupied slots of each row and head."""
         return (self.store.positions >= 0).sum(dim=-1)
 
     def budget_of(self, row: int) -> int:
@@ -287,22 +288,22 @@ class Block:
         self.state = self.state | wider
 
     def over(self: _Block, tensors: Mapping[str, Tensor]) -> _Block:
-        """Return a block over other tensors, named as in `per_row`."""
+        """Return a block of the same kind over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other._take(tensors)
         return other
 
     def part(self: _Block, start: int, stop: int) -> _Block:
-        """Return a range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
+        """Return the rows from ``start`` to ``stop`` as a block that shares this one's memory."""
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
     def move_row(self, source: int | slice, target: int | slice) -> None:
-        """Copy row ``source`` over row ``target``, or several rows over as many others."""
+        """Copy the content of row ``source`` over row ``target``; or several rows over as many others."""
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
     def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
-        """Return the same slots with the first of this block's state tensors under the names of another policy.
+        """Return the same slots as another policy sees them: the state tensors get that policy's names.
 
         Args:
             starts: the policy's state of slots.
@@ -344,7 +345,7 @@ class Block:
         return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use other tensors, named as in `per_row`, in place of the block's."""
+        """Replace the block's tensors by others, named as in `per_row`."""
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
@@ -356,7 +357,7 @@ class Block:
 
 
 def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> int:
-    """Return the bytes that `add_state` would add.
+    """Return how many bytes `add_state` would allocate for a policy.
 
     Args:
         block: a block whose state has general names: numbers for slots, `places` for heads.
@@ -379,7 +380,7 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
 
 
 def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
-    """Return zeros for the states of heads that a block does not have yet, by their names of `places`."""
+    """Return zeros for the head states that a policy needs and a block lacks, by their names of `places`."""
     missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
     if not missing:
         return {}
@@ -402,7 +403,8 @@ def view_of(  # noqa: PLR0913  the attributes of a view
     turned: bool = True,
     heads: Heads = ALONE,
 ) -> View:
-    """Return a block's slots, alone or beside a chunk, as the view that a policy gets. The counters are live.
+    """Return slots, alone or with a chunk behind them, as the view that a policy gets. The counters are the block's
+    own tensors.
 
     Args:
         block: the block.
@@ -443,7 +445,7 @@ _ALL = slice(None), slice(None)
 
 
 def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) -> tuple[Slots, State]:
-    """Return the first ``used`` slots with new tokens behind them, and the policy's state of both and of heads.
+    """Return the first ``used`` slots followed by new tokens, and the policy's state of both.
 
     Keys and values of slots are not copied where the store can show them in place.
 
@@ -476,8 +478,8 @@ def settle(
     chunk: Slots | None,
     tokens: Tokens | None = None,
 ) -> None:
-    """Empty the slots whose tokens do not stay, and put the chunk's tokens that stay into the first empty slots, in
-    order.
+    """Store the outcome of an eviction: empty the slots of the tokens that go, and put the chunk's tokens that stay
+    into the first empty slots.
 
     The ``n`` tokens of a head then lie in its first ``n`` slots: a token beyond them goes into an empty slot before the
     chunk's. No other token is moved. The slot of a token depends on its own row and head only.
@@ -505,7 +507,7 @@ def settle(
 
 
 def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
-    """Do what `settle` does, in place: in slots that a chunk's tokens can be written into one by one."""
+    """Do what `settle` does without copying the slots: write each of the chunk's tokens into its slot."""
     slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
     held, coming = stays[..., :used], stays[..., used:]
     slots.positions[..., :used].masked_fill_(~held, EMPTY)
@@ -523,7 +525,7 @@ def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State
 
 
 def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
-    """Move tokens that lie beyond the first ``n`` slots of their head into its first empty slots, in order."""
+    """Move tokens that lie beyond the first ``n`` slots of their head into its first empty slots."""
     slots = block.store.slots()
     beyond = (slots.positions >= 0) & (torch.arange(block.store.capacity, device=n.device) >= n)
     if not beyond.any():
@@ -535,7 +537,7 @@ def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
 
 
 def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
-    """Return two matching indices: the slots that the chunk's tokens get, and those tokens."""
+    """Return two matching indices: the slots that new tokens get, and the tokens themselves."""
     stop = used + coming.shape[-1]
     # the usual case, a first prompt within the budget: slices copy faster than indices
     if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
@@ -545,8 +547,8 @@ def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], 
 
 
 def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Tensor, "B Hk capacity"]:
-    """Return the index of each slot's new token among the first ``used`` slots and the chunk behind them; -1 for
-    none.
+    """Return for each slot the index of the token that it will hold, among the first ``used`` slots and the chunk
+    behind them; -1 for an empty slot.
     """
     (S, device), n = (stays.shape[-1], stays.device), stays.sum(dim=-1, keepdim=True)
     places = torch.arange(max(capacity, S), device=device)
@@ -561,5 +563,5 @@ def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Ten
 
 
 def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
-    """Return the numbers of the first ``used`` slots, followed by the numbers of a chunk."""
+    """Return per-slot numbers of the first ``used`` slots, followed by those of a chunk."""
     return torch.cat([slots[:, :, :used], chunk], dim=2)

@@ -52,6 +52,7 @@ class JointBlock(Block):
         heads: Mapping[str, str] = MappingProxyType({}),
         **others: Any,
     ):
+        # shapes are all that a block takes from its examples: one head of no token stands for the heads of all layers
         like = (x[:, :1, :0].expand(-1, layers * x.shape[1], -1, -1) for x in (keys, values))
         super().__init__(*like, numbers=numbers, starts=starts, heads=heads, **{"store": PooledStore, **others})
         assert isinstance(self.store, PooledStore)
@@ -59,14 +60,14 @@ class JointBlock(Block):
         self.seen, self.prompt = (x[:, None].repeat(1, layers) for x in (self.seen, self.prompt))
 
     def layer(self, number: int) -> PartBlock:
-        """Return the block of one layer, counted among those with slots. It shares this block's memory."""
+        """Return one layer's part as a block that shares this block's memory."""
         part = PartBlock.__new__(PartBlock)
         vars(part).update(vars(self), whole=self, number=number)
         part.renew()
         return part
 
     def of_layer(self, number: int) -> dict[str, Tensor]:
-        """Return the tensors of one layer, named as in `per_row`. The pools are those of all layers."""
+        """Return the tensors of one layer, named as in `per_row`. The pools in it are those of all layers."""
         n = self.lost.shape[1] // self.layers
         mine, of_heads = slice(number * n, (number + 1) * n), {*_OF_HEADS, *(f"state.{name}" for name in self.heads)}
         found = {name: x[:, mine] if name in of_heads else x for name, x in self.per_row().items()}
@@ -89,16 +90,14 @@ class PartBlock(Block):
     number: int
 
     def renew(self) -> None:
-        """Use the present tensors of the block of all layers, which may have been replaced."""
+        """Take the present tensors of ``whole``, which may have been replaced."""
         self._take(self.whole.of_layer(self.number))
 
     def divide(self) -> None:
         """Do nothing: the function `divide` gives the heads of all layers their ranges."""
 
     def part(self, start: int, stop: int) -> PartBlock:
-        """Return a range of rows as a block that shares the memory, with the same rows of all layers as its
-        ``whole``.
-        """
+        """Return a range of rows as a block that shares the memory. Its ``whole`` has the same rows of all layers."""
         other = super().part(start, stop)
         other.whole = self.whole.part(start, stop)
         return other
@@ -112,8 +111,8 @@ class PartBlock(Block):
         return other
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Select rows as `Block.select_rows`, in all layers with the first one's call; other layers take the new
-        tensors.
+        """Select rows as `Block.select_rows` does. The first layer's call selects those of all layers; the others
+        take the new tensors.
         """
         if self.number == 0:
             self.whole.select_rows(index)
@@ -129,7 +128,7 @@ class PartBlock(Block):
 
 
 def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice = slice(None)) -> None:
-    """Divide the pools of some rows among the heads of all layers anew. The slots lose their content.
+    """Divide the pools of some rows anew among the heads of all layers. The slots lose their content.
 
     Args:
         parts: the parts of all layers of a `JointBlock`, or the same rows of them.
@@ -153,9 +152,8 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
 
 
 def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None]) -> None:
-    """Set the budgets of heads in all layers that have pools, and divide the pools anew.
-
-    Their slots lose their content.
+    """Set the budgets of the heads in all layers with pools, and divide the pools accordingly. The slots lose their
+    content.
 
     Args:
         blocks: the block of each layer with slots.

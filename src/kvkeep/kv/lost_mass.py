@@ -74,19 +74,21 @@ def count(
 
 
 def of_evicted(mass: Float[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
-    """Return the mass of the tokens that do not stay."""
+    """Return the sum of the mass of the tokens that do not stay, for each row and head."""
     found: Tensor = torch.linalg.vecdot(mass, (~stays).to(mass.dtype))
     return found
 
 
 def shares(lost: Float[Tensor, "*heads 4"]) -> LostShares:
-    """Return the shares of heads from the sums of their blocks."""
+    """Return the share of lost mass of each head in prompts and in decoding, from a block's sums; NaN where no mass
+    was counted.
+    """
     return LostShares(lost[..., 0] / lost[..., 1], lost[..., 2] / lost[..., 3])
 
 
 def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
-    """Return the mean shares over the layers and heads of one row that report a mass; ``None`` in place of a mean
-    without any.
+    """Return the shares of one row, averaged over the layers and heads whose statistic reports a mass; ``None`` if
+    none does.
     """
     if not layers:
         return LostMass()
@@ -95,5 +97,6 @@ def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
 
 
 def _mean(found: Tensor) -> float | None:
+    """Return the mean without NaN; ``None`` if nothing is left."""
     value = float(found.nanmean())
     return value if math.isfinite(value) else None

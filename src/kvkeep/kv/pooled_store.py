@@ -63,7 +63,7 @@ class PoolSlots(LazySlots):
 
     @functools.cached_property
     def laid(self) -> Slots:
-        """Return copies of the slots side by side, quantized if the pool is."""
+        """Return copies of the slots side by side. They stay quantized if the pool is."""
         return self.pool.each(self._copied).slots(self.positions) if self.pool.bits else self.copied()
 
     def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
@@ -75,14 +75,14 @@ class PoolSlots(LazySlots):
         return self.laid.values if self.pool.bits else self._copied(self.pool.tensors["values"])
 
     def _copied(self, pool: Tensor) -> Tensor:
+        """Return copies of the pool's entries, in the order of the slots."""
         return side_by_side(pool, self.entries)
 
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"] | None:
-        """Write one token of each head into the pool, in the given slots.
-
-        Return which heads can use theirs; ``None``: all.
+        """Write one token of each head into the pool, at the given slots. Return which heads can use their token;
+        ``None``: all can.
         """
         self.forget()
         entry = self.entries.gather(-1, slot)
@@ -98,7 +98,8 @@ class PoolSlots(LazySlots):
 
 
 def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
-    """Return the slots as they lie in memory, and each head's range in the pool; ``None`` for slots side by side.
+    """Return the slots as they lie in memory, together with each head's range in the pool. The range is ``None`` for
+    slots that are not in a pool.
 
     Slots in a pool show to every head the keys and values of its row's whole pool.
     """
@@ -110,7 +111,7 @@ def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
 
 
 def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, pool: int) -> Int[Tensor, "B Hk S"]:
-    """Return the entry of each slot of each head, counted over the pools of all rows.
+    """Return the pool entry of each slot of each head, counted over the pools of all rows.
 
     Args:
         starts: first entry of each head's range, counted in its row.
@@ -124,13 +125,13 @@ def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: i
 
 
 def side_by_side(pool: Tensor, index: Int[Tensor, "B Hk S"]) -> Tensor:
-    """Return copies of entries of the pools ``(B, P, ...)`` in the order of `indices`, ``(B, Hk, S, ...)``."""
+    """Copy entries out of the pools ``(B, P, ...)`` into the order of the slots ``(B, Hk, S, ...)``."""
     inner = pool.shape[2:]
     return pool.reshape(-1, *inner).index_select(0, index.flatten()).view(*index.shape, *inner)
 
 
 def put_back(pool: Tensor, index: Int[Tensor, "B Hk S"], content: Tensor) -> None:
-    """Write ``content`` into the entries ``index`` of the pools, which must be contiguous; the inverse of
+    """Write the content of slots into their entries of the pools, which must be contiguous; the inverse of
     `side_by_side`.
     """
     inner = pool.shape[2:]
@@ -164,6 +165,7 @@ class PooledStore(Store):
 
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
         B, Hk = like_keys.shape[:2]
+        # the last entry belongs to no head: slots beyond the end of a range point to it, and it stays empty
         P = Hk * capacity + 1
         blank = Vectors.blank(like_keys[:, 0], like_values[:, 0], P, self.bits)
         self.vectors = replace(blank, transform=KeyTransform.blank(like_keys, self.bits))
@@ -181,7 +183,7 @@ class PooledStore(Store):
         *,
         room: int = 1,
     ) -> PooledStore:
-        """Return a store whose rows have one slot more for each head than the heads' budgets, and one entry more.
+        """Return a store in which each head has one slot more than its budget.
 
         Args:
             like_keys: see `Store`.
@@ -346,7 +348,7 @@ class OpenedPool(Store):
         self.put(*Vectors.of(keys, values, self.bits, self.pool.vectors.transform), positions)
 
     def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
-        """Put stored vectors into the first slots, and empty the others.
+        """Write stored vectors into the first slots of each head, and empty the others.
 
         A token that is not ``usable`` (``None``: all are) leaves its slot empty.
         """
@@ -381,7 +383,7 @@ class OpenedPool(Store):
         return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def _first(self, used: int) -> Vectors:
-        """Return copies of the first slots as they are stored, side by side."""
+        """Return copies of the first ``used`` slots of each head, as they are stored."""
         return self.pool.vectors.each(lambda pool: side_by_side(pool, self.index[:, :, :used]))
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
@@ -421,8 +423,8 @@ class OpenedPool(Store):
         return (*self.pool.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
-        """Return a store with slots side by side, in the same number of bits, over other tensors named as in
-        `per_row`.
+        """Return a store over other tensors, named as in `per_row`, with slots side by side in the same number of
+        bits.
         """
         kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
         return kind(*self.pool.no_token(), 0).over(tensors)

@@ -27,7 +27,8 @@ def protect(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Float[Tensor, "B Hk S"]:
-    """Return scores in which each row's first ``sinks``, newest ``recent`` and pinned positions are infinite.
+    """Return the scores with infinity at the tokens that may not go: the first ``sinks``, the newest ``recent`` and
+    the pinned ones.
 
     Args:
         scores: higher = keep.
@@ -47,7 +48,7 @@ def protect(
 
 
 def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Return scores in which chosen slots have the largest finite score, and all others less.
+    """Return scores in which the chosen slots have the largest finite score, and all others a lower one.
 
     `protect` leaves that score as it is.
     """
@@ -64,7 +65,7 @@ def protects(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Bool[Tensor, "B Hk S"]:
-    """Return whether each slot's token is protected. The arguments are those of `protect`.
+    """Return a mask of the slots whose token is protected. The arguments are those of `protect`.
 
     For an empty slot the result means nothing.
     """
@@ -94,7 +95,7 @@ def keep(
     positions: Int[Tensor, "B Hk S"],
     n: int | Int[Tensor, "B #Hk"],
 ) -> Bool[Tensor, "B Hk S"]:
-    """Return a mask of the ``n`` best occupied slots of each row and head, which stay.
+    """Return a mask of the slots that stay: the ``n`` best occupied ones of each row and head.
 
     Args:
         scores: higher = keep.
@@ -116,7 +117,7 @@ def keep(
 
 
 def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk 1"]:
-    """Return the slot that goes first in each row and head: the one that ``keep(..., occupied - 1)`` leaves out.
+    """Return the slot that goes first in each row and head: the lowest score, and among equal ones the oldest token.
 
     A decode step evicts one token per head. Sorting all slots for that would cost more than attention's report.
     Where no slot is occupied the result is slot 0: callers decide whether a token has to go.
@@ -128,7 +129,7 @@ def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -
 
 
 def ranks(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk S"]:
-    """Return each slot's rank in the order of ``(score, position)``, from 0. Empty slots count with position -1."""
+    """Return the rank of each slot, from 0 for the one that goes first. Empty slots count with position -1."""
     by_age = positions.argsort(dim=-1)
     order = by_age.gather(-1, scores.gather(-1, by_age).argsort(dim=-1, stable=True))
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
@@ -143,7 +144,7 @@ def pooled(
     kernel: int,
     kind: Literal["max", "avg", "mean"],
 ) -> Float[Tensor, "B Hk S"]:
-    """Pool values over neighbouring positions with stride 1. The number of values stays the same.
+    """Pool values over neighbouring positions with stride 1, so that their number stays the same.
 
     Args:
         values: one value per slot.
@@ -167,7 +168,7 @@ def pooled(
 
 
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
-    """Round shares to whole numbers that add up to the total.
+    """Round shares to integers that add up to the total, by largest remainders.
 
     The largest remainders go up; among equal ones, the first.
     """
@@ -190,11 +191,12 @@ def value_prior(
 
 
 def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], top: Top) -> Float[Tensor, "B Hk G 1 S"]:
-    """Return the probabilities with all but the newest token's and the largest ``top.n`` of each row set to 0.
+    """Return attention probabilities in which only the newest token and the ``top.n`` largest of each row are not 0.
 
     With ``top.renormalise`` they add up to 1 again. A row that sees no key stays 0.
     """
     lifted = p.masked_fill(newest[:, :, None, None], torch.inf)
+    # the newest token comes first in the sorted row, so index `n` is the last of the `n` others
     place = top.n.clamp(min=0, max=p.shape[-1] - 1).view(-1, 1, 1, 1, 1).expand(*p.shape[:-1], 1)
     least = lifted.sort(dim=-1, descending=True).values.gather(-1, place)
     used = p.masked_fill(lifted < least, 0.0)
@@ -204,5 +206,5 @@ def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], to
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> Int[Tensor, "B Hk S"]:
-    """Return the positions with those set to -1 that no later query can see through a window of ``window`` tokens."""
+    """Return the positions, with -1 for tokens that the sliding window has passed: no later query sees them."""
     return positions.masked_fill(positions <= (seen - window)[:, None, None], EMPTY)

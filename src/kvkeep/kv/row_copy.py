@@ -86,7 +86,7 @@ class Pack:
 
 
 def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
-    """Copy one row out of a block.
+    """Copy one row out of a block, budget and pins included.
 
     Args:
         block: the block.
@@ -135,7 +135,9 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
 
 
 def _put_in_pool(block: Block, copy: RowCopy) -> None:
-    """Overwrite a block of one row, whose heads share a pool, with a copy. The pool is divided by the row's budgets."""
+    """Overwrite a one-row block, whose heads share a pool, with a copy, after dividing the pool by the row's
+    budgets.
+    """
     block.divide()
     opened, tensors = block.opened(), copy.tensors
     assert isinstance(opened.store, OpenedPool)
@@ -148,10 +150,7 @@ def _put_in_pool(block: Block, copy: RowCopy) -> None:
 
 
 def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
-    """Set the pinned spans of an empty row, or of several.
-
-    Return whether the block's table had to be replaced by a wider one.
-    """
+    """Set the pinned spans of a row, or of several. Return whether a wider table of pins had to be allocated."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
         # a power of two, so that it is rarely replaced: whatever holds the table is then made anew
@@ -165,7 +164,7 @@ def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
 
 
 def check_row(block: Block, copy: RowCopy) -> None:
-    """Refuse a copy that does not fit a block's rows.
+    """Refuse a copy that does not fit into a row of the block.
 
     Raises:
         ShapeError: names, shapes or dtypes of tensors differ, or the block has too few slots.
@@ -194,7 +193,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
 
 
 def check_slots(copy: RowCopy, capacity: int) -> None:
-    """Refuse a copy that needs more slots per head than a block has: those in use, or the budget and one more.
+    """Refuse a copy that needs more slots per head than a block has, one for the next token included.
 
     Raises:
         ShapeError: the block has too few slots.
@@ -206,7 +205,7 @@ def check_slots(copy: RowCopy, capacity: int) -> None:
 
 
 def _check_pool(copy: RowCopy, store: PooledStore) -> None:
-    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget and one.
+    """Refuse a copy that does not fit into a row's pool, or in which a head uses more slots than its budget plus one.
 
     Raises:
         ShapeError: the copy does not fit.
@@ -223,7 +222,7 @@ def _check_pool(copy: RowCopy, store: PooledStore) -> None:
 
 
 def has_room(block: Block, budget: Number, apart: bool) -> bool:
-    """Return whether an empty row has slots for a budget.
+    """Return whether a row, once empty, could hold a sequence with this budget.
 
     Args:
         block: the block.
@@ -250,7 +249,7 @@ def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
 
 
 def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
-    """Set the budget of one row, as one number or one per head.
+    """Set the budget of one row: one number, or one per head.
 
     An existing tensor is changed in place if it is wide enough.
     """
@@ -267,7 +266,7 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
 
 
 def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
-    """Return the budget of each row: one number if all heads have the same, else one per head.
+    """Return the budget of each row: one number if all of its heads have the same, else one per head.
 
     A policy without budgets per head may have run in a pool, and its rows must also fit a block without one.
     """
@@ -283,9 +282,7 @@ _DENSE = 0.95
 
 
 def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
-    """Copy several rows out of a block whose heads have equal slots, each as a `RowCopy`, to a device as `take_row`
-    does.
-    """
+    """Copy several rows out of a block without a pool, with one operation per tensor, each as a `RowCopy`."""
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
     most, capacity = max(used), block.store.capacity
@@ -309,7 +306,7 @@ def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> 
 
 
 def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
-    """Overwrite several rows of a block with copies, which must fit. Budgets and pins are not set."""
+    """Overwrite rows of a block with copies that fit. Budgets and pins stay as they are."""
     mine = {name: tensor[rows] for name, tensor in block.per_row().items()}
     pack = _pack_of(copies)
     if pack is None:
@@ -326,19 +323,22 @@ def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
 
 
 def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
-    """Refuse copies if one of them does not fit a block's rows.
+    """Refuse copies of which one does not fit into a row of the block.
 
     Raises:
         ShapeError: see `check_row`.
     """
     for copy in copies:
         check_slots(copy, block.store.capacity)
+    # copies that share tensors have the same names, shapes and dtypes
     for copy in copies if _pack_of(copies) is None else copies[:1]:
         check_row(block, copy)
 
 
 def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
-    """Return the pack whose parts are exactly these copies, in order; ``None`` if there is no such pack."""
+    """Return the tensors that these copies share, if they were taken together and are complete and in order; else
+    ``None``.
+    """
     pack = copies[0].pack
     if pack is None or len(pack.parts) != len(copies):
         return None
@@ -353,5 +353,5 @@ def _used(positions: Int[Tensor, "B Hk capacity"]) -> list[int]:
 
 
 def _first(tensor: Tensor, n: int, of: int) -> Tensor:
-    """Return the first ``n`` of ``of`` slots."""
+    """Return the first ``n`` slots of a tensor of ``of`` slots; the tensor itself if that is all."""
     return tensor if n == of else tensor[:, :n]

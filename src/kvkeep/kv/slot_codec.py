@@ -41,9 +41,8 @@ class LazySlots(Slots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"] | None:
-        """Write one token of each head into the given slots.
-
-        Return which heads can use theirs; ``None``: all.
+        """Write one token of each head into the given slots. Return which heads can use their token; ``None``: all
+        can.
         """
 
     def __iter__(self) -> Any:
@@ -72,7 +71,7 @@ class LazyView(View):
 
     @classmethod
     def of(cls, slots: LazySlots, **others: Any) -> LazyView:
-        """Return a view of slots that copies their keys and values only when a policy reads them.
+        """Return a view of these slots, whose keys and values are copied only when a policy reads them.
 
         Args:
             slots: the slots.
@@ -80,6 +79,7 @@ class LazyView(View):
         """
         view = cls(slots.positions, *nothing(slots.positions), **others)
         own = vars(view)
+        # then the cached properties decode them, but only for a policy that looks at them
         del own["keys"], own["values"]
         own["_slots"] = slots
         return view
@@ -96,7 +96,7 @@ class LazyView(View):
 
 
 def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
-    """Return empty keys and values for the constructors of these classes, which never read them."""
+    """Return empty stand-ins for keys and values, for constructors that need some and never read them."""
     empty = positions.new_empty((*positions.shape, 0), dtype=torch.float32)
     return empty, empty
 
@@ -161,8 +161,8 @@ class Codes(NamedTuple):
 
 
 def check_bits(kv_bits: object) -> str | None:
-    """Return the setting's name in `KV_BITS` (``"8"``, ``"4"``, ``"k8v4"``); ``None`` for 16 bits, the model's
-    dtype.
+    """Return the name of a setting for the bits of keys and values (``"8"``, ``"4"``, ``"k8v4"``); ``None`` for 16,
+    the model's dtype.
 
     Raises:
         InputError: there is no such setting.
@@ -183,7 +183,7 @@ def scales_keys(kv_bits: str | None) -> bool:
 
 
 def check_dim(dim: int, bits: int) -> None:
-    """Refuse a head dim that cannot be packed: an odd one at 4 bits.
+    """Refuse an odd head dim at 4 bits, where two numbers share a byte.
 
     Raises:
         UnsupportedModelError: the head dim is odd, and two numbers go into a byte.
@@ -302,9 +302,8 @@ def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
 
 
 def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
-    """Return decoded numbers in a dtype.
-
-    In float16, what rounding has made too large becomes the largest finite number.
+    """Cast decoded vectors to a dtype. In float16, what rounding has made too large becomes the largest finite
+    number.
     """
     return x.clamp(-_LARGEST_HALF, _LARGEST_HALF).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
@@ -325,6 +324,7 @@ def hadamard(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
 
 
 def _sylvester(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """Multiply vectors of a power-of-two length with Sylvester's Hadamard matrix."""
     size, distance = x.shape[-1], 1
     while distance < size:
         a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
@@ -341,7 +341,7 @@ def _powers(dim: int) -> list[int]:
 
 
 def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
-    """Return quantized zeros for ``slots`` slots.
+    """Return codes of zeros for ``slots`` slots.
 
     Args:
         like: vectors that show channels, device, and the axes before the slots.
@@ -421,7 +421,7 @@ class CodedSlots(LazySlots):
 
 
 def finite(keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> Bool[Tensor, "B Hk T"]:
-    """Return whether each token may take a slot of each head: its key and value there have no NaN and no infinity."""
+    """Return whether each token can be stored in each head: quantized slots take no NaN and no infinity."""
     return (keys.isfinite().all(dim=-1)) & (values.isfinite().all(dim=-1))
 
 
@@ -453,7 +453,7 @@ class Vectors:
     def blank(
         cls, like_keys: Float[Tensor, "*B _ D"], like_values: Float[Tensor, "*B _ E"], n: int, bits: Bits
     ) -> Vectors:
-        """Return zeros for ``n`` tokens at each index of the leading axes, for keys and values like these.
+        """Return zeros for ``n`` tokens, in the form in which keys and values like these are stored.
 
         Raises:
             UnsupportedModelError: the head dim cannot be packed.
@@ -472,7 +472,9 @@ class Vectors:
         bits: Bits,
         transform: KeyTransform = _PLAIN,
     ) -> tuple[Vectors, Bool[Tensor, "B Hk n"] | None]:
-        """Return new tokens as they are stored, and which of them may take a slot, see `finite`; ``None``: all."""
+        """Return new tokens in their stored form, and a mask of those that may take a slot, see `finite`; ``None``:
+        all.
+        """
         dtypes = keys.dtype, values.dtype
         if bits is None:
             return cls({"keys": keys, "values": values}, dtypes), None
@@ -491,7 +493,7 @@ class Vectors:
         return sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
 
     def fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Return whether new keys and values have these head dims, the model's dtypes, and this device."""
+        """Return whether new keys and values have these head dims, dtypes and this device."""
         device = self.tensors["keys"].device
         return all(
             (new.shape[-1], new.dtype, new.device) == (dim, dtype, device)
@@ -575,14 +577,14 @@ class Tokens:
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits, transform)[0], keys, values)
 
     def apart(self) -> Tokens:
-        """Return tokens that slots may be written without changing: the new ones are copied if others lie in slots."""
+        """Return tokens that stay as they are when the slots are overwritten."""
         if not self.held.tensors["keys"].shape[2]:
             return self
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
     def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
-        """Return some of the tokens, in this order, as a store holds them: new ones are quantized, held ones are
-        moved as they are.
+        """Return the tokens at these indices, in stored form. New ones are quantized; those from slots are moved
+        without rounding.
         """
         n = self.held.tensors["keys"].shape[2]
         # no token is new, so codes are moved as they are
@@ -615,7 +617,9 @@ def _named(keys: Codes, values: Codes) -> dict[str, Tensor]:
 
 
 def _gathered(x: Tensor, order: Int[Tensor, "B Hk n"]) -> Tensor:
-    """Return the vectors of some tokens, ``(B, Hk, n, ...)``. An index out of range gives the first or the last."""
+    """Return the vectors of the tokens at these indices, ``(B, Hk, n, ...)``. An index out of range gives the first
+    or the last token.
+    """
     B, Hk, S = x.shape[:3]
     rows, heads = (torch.arange(n, device=x.device) for n in (B, Hk))
     return x[rows[:, None, None], heads[:, None], order.clamp(0, S - 1)]  # copies vectors; `gather` copies numbers
@@ -666,13 +670,14 @@ class Beside(LazySlots):
         raise NotImplementedError
 
     def _joined(self, held: Tensor, new: Tensor) -> Tensor:
+        """Return held and new vectors in one tensor, with 0 in empty slots."""
         found = torch.cat([held, new], dim=2)
         found[:, :, : held.shape[2]].masked_fill_((self.held.positions < 0)[..., None], 0.0)
         return found
 
 
 def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
-    """Return the same keys and values with other positions. Copies of keys and values are shared with ``slots``."""
+    """Return the same slots with other positions. Copies of keys and values are made once for both."""
     if not isinstance(slots, Beside):
         return slots._replace(positions=positions)
     made = Beside.of(slots.held, slots.new, positions)
@@ -681,7 +686,7 @@ def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
 
 
 def pieces(slots: Slots) -> tuple[Slots, ...]:
-    """Return the parts of keys and values that are contiguous, in slot order: one part, or slots and a chunk."""
+    """Return the slots as parts whose keys and values are contiguous: one part, or the slots and a chunk."""
     if not isinstance(slots, Beside):
         return (slots,)
     used = slots.held.positions.shape[2]

@@ -45,7 +45,8 @@ class Store(abc.ABC):
     def like(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Return keys and values of no token, from which a store for other rows of the same kind can be made.
+        """Return keys and values of zero tokens with the shapes of these tensors, from which a store for other rows
+        can be made.
 
         Args:
             tensors: named as in `per_row`.
@@ -89,9 +90,8 @@ class Store(abc.ABC):
         self.positions[rows] = EMPTY
 
     def opened(self) -> Store:
-        """Return the store for a step, with positions side by side and writable until `close`.
-
-        This is the store itself, unless its slots lie otherwise in memory.
+        """Return the store as a step works on it, with positions side by side. Unless slots lie in a pool, this is
+        the store itself.
         """
         return self
 
@@ -99,18 +99,16 @@ class Store(abc.ABC):
         """Write the content of an opened store to where it lies in memory."""
 
     def side_by_side(self, numbers: Tensor) -> Float[Tensor, "B Hk capacity"]:
-        """Return the tensor of `numbers`, for an opened store, in the order of `positions`."""
+        """Return per-slot numbers, made by `numbers`, in the order of `positions`."""
         return numbers
 
     def put_back(  # noqa: B027  nothing to do
         self, numbers: Tensor, held: Float[Tensor, "B Hk capacity"]
     ) -> None:
-        """Write ``held``, which `side_by_side` has returned, back into ``numbers``."""
+        """Write per-slot numbers back to where `side_by_side` has read them."""
 
     def divided(self, sizes: Int[Tensor, "B Hk"]) -> Store:
-        """Return a store in which each head has at least ``sizes`` slots: itself if they fit, else a wider, empty
-        one.
-        """
+        """Return a store in which each head has at least ``sizes`` slots: this one, or an empty one with more slots."""
         missing = int(sizes.max()) - self.capacity
         return self.wider(self.capacity + missing) if missing > 0 else self
 
@@ -134,7 +132,7 @@ class Store(abc.ABC):
         return keys[:, :, :0], values[:, :, :0]
 
     def lying(self, used: int) -> Slots | None:
-        """Return the first ``used`` slots without a copy, for code that reads them and writes through `slots`.
+        """Return the first ``used`` slots without a copy; ``None`` if they can only be read as copies.
 
         ``None`` if keys and values can only be copied, or moved one by one at a cost, as on a GPU.
         """
@@ -156,7 +154,7 @@ class Store(abc.ABC):
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """Return tokens for `take`, which stay valid after the slots have lost their content.
+        """Return tokens in the form that `take` accepts. They stay valid after the slots have been overwritten.
 
         A store that rounds keeps the first ``used`` tokens as it stores them.
 
@@ -167,7 +165,7 @@ class Store(abc.ABC):
         return Tokens.new(slots.keys, slots.values)
 
     def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
-        """Replace the content with some tokens of slots and chunk, in place. The other slots become empty.
+        """Overwrite the slots with the tokens at these indices. The other slots become empty.
 
         Args:
             tokens: what `tokens` has returned.
@@ -200,7 +198,7 @@ class Store(abc.ABC):
         """Return an empty store with more slots, for the same rows."""
 
     def widened(self, capacity: int) -> Store:
-        """Return a store with ``capacity`` slots, which are more, and the same content."""
+        """Return a store with the same content and more slots: ``capacity`` of them."""
         wide = self.wider(capacity)
         wide.fill(*self.slots())
         return wide
@@ -219,18 +217,17 @@ class Store(abc.ABC):
 
 
 def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
-    """Return subclasses of a store for each number of bits, named as in `kvkeep.kv.slot_codec.KV_BITS`."""
+    """Return a subclass of a store for each setting of bits, by the names of `kvkeep.kv.slot_codec.KV_BITS`."""
     return {
         name: cast(type[_S], type(f"{kind.__name__}_{name}", (kind,), {"bits": bits})) for name, bits in KV_BITS.items()
     }
 
 
 def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a method that runs outside of autograd, whose graph would hold every past step, and outside of
-    inference mode.
+    """Decorate a method so that it runs outside of autograd and of inference mode.
 
-    Tensors that are made in ``torch.inference_mode`` cannot be written outside of it. Slots are made and written in
-    place in both modes, so they must be ordinary tensors.
+    Autograd's graph would keep every past step alive. Tensors that are made in ``torch.inference_mode`` cannot be
+    written outside of it, and slots are made and written in place in both modes.
     """
 
     @functools.wraps(method)
@@ -369,9 +366,7 @@ class QuantizedStore(Store):
         return self.vectors.dtypes[0]
 
     def opened(self) -> QuantizedStore:
-        """Return the store for a step, whose `slots` is the same object at every call, so that its copies are
-        cached.
-        """
+        """Return the store for a step. Its `slots` is one object, so that decoded copies are made once per step."""
         other = copy.copy(self)
         other._slots = self.slots()
         return other
@@ -413,7 +408,7 @@ class QuantizedStore(Store):
         self.positions[:, :, n:] = EMPTY
 
     def _first(self, used: int) -> Vectors:
-        """Return views of the first slots' content."""
+        """Return views of the first ``used`` slots."""
         return self.vectors.each(lambda x: x[:, :, :used])
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
@@ -456,6 +451,7 @@ class QuantizedStore(Store):
     def over(self, tensors: Mapping[str, Tensor]) -> QuantizedStore:
         """Return a store of the same kind over other tensors, named as in `per_row`."""
         other = copy.copy(self)
+        # the slots are a cached view of the old tensors
         other._slots, other.vectors, other.positions = None, self.vectors.over(tensors), tensors["positions"]
         return other
 

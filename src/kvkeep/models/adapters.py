@@ -83,7 +83,7 @@ class NamedAdapters:
         return tuple(self._own)
 
     def check(self) -> bool:
-        """Return whether the adapters are as `activate` or the last call has left them.
+        """Return whether nobody but kvkeep has switched or scaled the adapters since the last call or `activate`.
 
         If anybody else has switched or scaled them, the next run activates its adapter again.
         """
@@ -95,14 +95,16 @@ class NamedAdapters:
 
     @contextmanager
     def activated(self, name: str | None) -> Iterator[None]:
-        """Activate an adapter, or none, and keep other threads from a switch while the context lasts."""
+        """Activate an adapter (``None``: no adapter) for the context, and keep other threads from switching
+        meanwhile.
+        """
         with self._lock:
             if self._active != name:
                 self.activate(name)
             yield
 
     def activate(self, name: str | None) -> None:
-        """Let the model compute with an adapter from now on, or without any."""
+        """Let the model compute with this adapter from now on, or without any for ``None``."""
         own = None if name is None else self._own[name]
         for layer in self._present():
             # PEFT's own setters freeze and unfreeze all weights besides, which takes as long as a step
@@ -116,7 +118,7 @@ class NamedAdapters:
         return (layer for reference in self._layers if (layer := cast(Any, reference())) is not None)
 
     def _now(self) -> list[object]:
-        """Return what decides which adapter the model computes with, and how."""
+        """Return everything that decides which adapter the model computes with, and how."""
         return [
             (layer.disable_adapters, layer.active_adapters, {**getattr(layer, "scaling", {})})
             for layer in self._present()
@@ -127,6 +129,7 @@ class NamedAdapters:
         return fingerprint(self._of(), None if name is None else self._own[name])
 
     def _of(self) -> nn.Module:
+        """Return the model."""
         model = self._model()
         assert model is not None  # whoever asks runs it
         return model
@@ -143,7 +146,7 @@ def merged_into(model: nn.Module) -> str | None:
 
 
 def weights_of_all(model: nn.Module) -> str:
-    """Return a hash of a model's weights that also tells its adapters and their names apart."""
+    """Return a hash of a model's weights and of all its adapters with their names."""
     base = fingerprint(model)
     if (named := adapters_of(model)) is None:
         return base
@@ -152,7 +155,7 @@ def weights_of_all(model: nn.Module) -> str:
 
 
 def check_names(given: object) -> dict[str, str]:
-    """Return adapters as a dictionary from names to folders.
+    """Return adapters as a dictionary from name to folder, after checking the names.
 
     Raises:
         InputError: it is no such mapping, or a name cannot be used.
@@ -167,7 +170,7 @@ def check_names(given: object) -> dict[str, str]:
 
 
 def check_name(name: object) -> None:
-    """Refuse a name that would mean something else in the name of a model.
+    """Refuse an adapter's name that could be mistaken for a part of a model's name.
 
     Raises:
         InputError: the name is no text of letters, digits, ``.``, ``-`` and ``_``.
@@ -180,7 +183,7 @@ def check_name(name: object) -> None:
 
 
 def check_folders(folders: Mapping[str, str]) -> None:
-    """Refuse adapters that cannot be used with any model, before weights are read.
+    """Refuse adapters that no model can use, before any weights are read.
 
     Raises:
         InputError: PEFT is not installed.
@@ -231,7 +234,7 @@ def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = Fal
 
 
 def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]) -> None:
-    """Put an adapter into a model under its name in PEFT.
+    """Load one adapter into a model under its name in PEFT.
 
     Raises:
         ModelFileError: the weights cannot be read, or do not fit the model.
@@ -270,7 +273,8 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
 
 
 def _check_base(model: PreTrainedModel, folder: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """Take weights of the base model out of an adapter's: PEFT saves embeddings that an adapter changes, too.
+    """Remove weights of the base model from an adapter's, after checking that they are the model's own. PEFT saves
+    such weights beside changed embeddings.
 
     Raises:
         ModelFileError: they are others than the model's, which would change it for every other adapter.
@@ -287,7 +291,7 @@ def _check_base(model: PreTrainedModel, folder: str, weights: dict[str, Tensor],
 
 
 def _equal(own: Tensor, given: Tensor) -> bool:
-    """Return whether a model has these weights, or was loaded with them quantized."""
+    """Return whether a model has these weights, in plain or in quantized form."""
     given = given.to(own.dtype)
     if not isinstance(own, QuantizedTensor):
         return torch.equal(own.detach().cpu(), given)
@@ -304,7 +308,7 @@ def _shares_weights(model: PreTrainedModel) -> bool:
 
 
 def _widen(model: PreTrainedModel, own: str) -> None:
-    """Let an adapter compute in float32 where its model has fewer bits, as PEFT's own models do."""
+    """Keep an adapter's weights in float32 where the model has fewer bits, as PEFT's own models do."""
     for layer in filter(_is_layer, model.modules()):
         if not hasattr(layer, "check_set_adapter"):  # a module that is saved whole takes what its model gives it
             for name, parameter in layer.named_parameters():
@@ -313,7 +317,7 @@ def _widen(model: PreTrainedModel, own: str) -> None:
 
 
 def _unpack(model: PreTrainedModel, own: str) -> None:
-    """Unpack the weights that an adapter replaces as a whole, since quantized ones cannot be written to."""
+    """Unpack the quantized weights that an adapter replaces as a whole, since those cannot be written to."""
     for layer in model.modules():
         copies = getattr(layer, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict) and own in copies:
@@ -324,18 +328,22 @@ def _unpack(model: PreTrainedModel, own: str) -> None:
 
 
 def _last(name: object) -> str:
-    """Return the last part of a model's name or folder, by which models are compared; empty if it says nothing."""
+    """Return the last part of a model's name or folder in lower case, by which models are compared; empty if it is a
+    commit's hash.
+    """
     last = str(name or "").replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()
     return "" if re.fullmatch("[0-9a-f]{40}", last) else last
 
 
 def _base_of(settings: Mapping[str, Any]) -> str:
+    """Return the base model of an adapter as messages show it."""
     base = settings.get("base_model_name_or_path")
     return f"{base!r:.100}" if isinstance(base, str) and base else "another model"
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    """Return the settings of an adapter, after a check that PEFT may be told them.
+    """Return the settings of an adapter, after checking its files and that each setting is one that PEFT may be
+    given.
 
     Raises:
         ModelFileError: the folder has no adapter of LoRA, or one whose settings cannot be used.
@@ -377,7 +385,7 @@ def _settings(folder: str) -> dict[str, Any]:
 
 
 def _check_value(folder: str, name: str, value: object) -> None:
-    """Refuse a value of another type than PEFT takes for a setting; ``None`` is no value.
+    """Refuse a setting's value of a type that PEFT does not take.
 
     Raises:
         ModelFileError: the value has another type, or holds such ones.
@@ -394,7 +402,7 @@ def _check_value(folder: str, name: str, value: object) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the settings in a file.
+    """Return the settings in an ``adapter_config.json``.
 
     Raises:
         ModelFileError: the file cannot be read, or holds something else.
@@ -409,7 +417,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _weights(folder: str, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter by their names in a model that PEFT has not wrapped.
+    """Return the tensors of an adapter, by their names in a model that PEFT has not wrapped.
 
     Raises:
         ModelFileError: the file cannot be read, has numbers that are none, or lower ranks than its settings say.
@@ -447,18 +455,21 @@ def _merge(model: PreTrainedModel) -> None:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
     if hasattr(model, "peft_config"):
+        # pEFT's mark of a model that still has adapters
         del model.peft_config
 
 
 def _active_in(layer: Any, own: str) -> str | list[str]:
-    """Return what PEFT holds as a layer's active adapter: nothing for a module saved whole that this one lacks."""
+    """Return the value for PEFT's ``_active_adapter`` of a layer: the adapter, or nothing if the layer is saved whole
+    and this adapter lacks it.
+    """
     if hasattr(layer, "check_set_adapter"):
         return own if own in layer.modules_to_save else []
     return [own]
 
 
 def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield the modules that hold the module of this name, the model itself left out."""
+    """Yield the modules that contain the module of this name, except the model itself."""
     while name := name.rpartition(".")[0]:
         yield model.get_submodule(name)
 

@@ -85,7 +85,7 @@ class PaddingMask:
         raise AttributeError(name)
 
     def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return the columns of the ``T`` new tokens, true for real ones; ``None`` if all tokens are real.
+        """Return a mask of the real ones among the ``T`` new tokens; ``None`` if all are real.
 
         Raises:
             ShapeError: the mask does not cover the tokens seen so far and the new ones.
@@ -106,8 +106,7 @@ class PaddingMask:
         return self.real is None and self.honoured
 
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return which of the ``T`` new tokens of a prompt are padding; ``None`` for one token, or without a fitting
-        mask.
+        """Return a mask of the padding among the ``T`` new tokens of a prompt; ``None`` if there is none to clear.
 
         Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
@@ -129,7 +128,7 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """Return the mask that transformers asks for: the padding, and whether positions describe the rest of it.
+    """Return a `PaddingMask` in place of the mask tensor that transformers asks for.
 
     A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
     """
@@ -151,7 +150,7 @@ def _same_function(one: object, two: object) -> bool:
 def is_known(
     module: torch.nn.Module, *, dropout: float = 0.0, position_bias: Tensor | None = None, **kwargs: Any
 ) -> bool:
-    """Return whether a module asks `attention_forward` for plain causal attention, without dropout or biases."""
+    """Return whether a module asks for plain causal attention, without dropout or biases."""
     asked = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if asked is None else asked
     return not dropout and position_bias is None and bool(causal)
@@ -185,7 +184,7 @@ class OutputOf:
         self._module, self._heads = module, heads
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """Return the length that each vector has after the output projection, see `kvkeep.types.OutputProjection`.
+        """Return the norm of each vector after the output projection, see `kvkeep.types.OutputProjection`.
 
         Without a readable projection, return the lengths of the vectors themselves.
         """
@@ -197,7 +196,7 @@ class OutputOf:
         return norms
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """Return the sum of magnitudes that each vector has after the output projection, averaged over its query heads.
+        """Return the L1 norm of each vector after the output projection, averaged over its query heads.
 
         Without a readable projection, return the sums of the vectors themselves.
         """
@@ -211,20 +210,20 @@ class OutputOf:
         return torch.cat(parts, dim=-1)
 
     def _linear(self, dim: int) -> nn.Module | None:
-        """Return the output projection; ``None`` if the model has none, or none that can be read."""
+        """Return the module of the output projection; ``None`` if there is none that can be read."""
         width = self._heads * dim
         return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a module that are named like an output projection; of a PEFT adapter, its base layer."""
+    """Yield the children of a module whose names are those of output projections."""
     for name in NAMES:
         if isinstance(found := getattr(module, name, None), nn.Module):
             yield getattr(found, "base_layer", found)
 
 
 def _readable(linear: nn.Module) -> bool:
-    """Return whether the weights are a matrix of numbers that is in memory, plain or packed."""
+    """Return whether a layer's weights are a matrix in memory, plain or packed."""
     if isinstance(linear, PackedLinear):
         return True
     weight = _own(getattr(linear, "weight", None))
@@ -234,13 +233,13 @@ def _readable(linear: nn.Module) -> bool:
 
 
 def _own(weight: object) -> object:
-    """Return this process's part of the weights; the weights themselves if processes do not share them."""
+    """Return this process's part of weights that processes share; other weights as they are."""
     to_local = getattr(weight, "to_local", None)  # a DTensor, whose module is slow to import
     return weight if to_local is None else to_local()
 
 
 def _taken(linear: nn.Module) -> int:
-    """Return how many inputs a linear layer has."""
+    """Return the number of inputs of a linear layer."""
     if isinstance(linear, PackedLinear):
         return linear.in_features
     weight = _own(linear.weight)
@@ -249,12 +248,12 @@ def _taken(linear: nn.Module) -> int:
 
 
 def _stands(linear: nn.Module) -> bool:
-    """Return whether a layer's weights are stored as (inputs, outputs), as in GPT-2's convolutions of width 1."""
+    """Return whether a layer stores its weights as (inputs, outputs), like GPT-2's ``Conv1D``."""
     return hasattr(linear, "nf")
 
 
 def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
-    """Return the weights of each query head."""
+    """Return the weights of the output projection, split by query head."""
     weight = _own(linear.weight)
     assert isinstance(weight, Tensor)
     each: Tensor = (weight if _stands(linear) else weight.mT).detach().unflatten(0, (heads, -1))
@@ -262,7 +261,8 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
 
 
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
-    """Return a matrix per KV head that keeps the length a vector has after its group's summed projections.
+    """Return a matrix for each KV head under which vectors have the norm that they would have after their group's
+    projections. It is cached.
 
     The matrix is cached, and computed anew when the weights have changed.
     """
@@ -272,6 +272,7 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)
+        # q is orthogonal and changes no norm, so the small factor R stands for the large product
         upper = torch.linalg.qr(summed.mT, mode="r").R
         known = _factors[linear] = (key, upper.mT.float())
     return known[1]
@@ -325,7 +326,8 @@ def attach(model: _Model) -> _Model:
 
 @contextmanager
 def attached(model: _Model) -> Iterator[_Model]:
-    """Attach a model and evaluate with it for a while; afterwards its attention, hooks and modes are what they were.
+    """Attach a model and put it in evaluation mode for the context. Afterwards its attention, hooks and modes are as
+    before.
 
     Only one thread at a time is let in, since the others would find a model in the wrong state. That thread may attach
     again, as a callback does that evaluates something of its own.
@@ -358,7 +360,7 @@ def attached(model: _Model) -> Iterator[_Model]:
 
 
 def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
-    """Refuse a cache that does not know over how many processes a model is split.
+    """Refuse a cache that was made before the model was split over processes.
 
     Args:
         cache: the cache.
@@ -376,7 +378,7 @@ def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
 
 
 def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
-    """Refuse to read on where the keys in the cache have the frequencies of a shorter text.
+    """Refuse to read on where the keys in the cache were rotated with the frequencies of a shorter text.
 
     Raises:
         UnsupportedOperationError: see above.
@@ -387,7 +389,8 @@ def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
 
 
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a run of the model, check a bounded cache that it is given, and tell it the token ids and the weights.
+    """Check the bounded cache that a run of the model is given, and tell it the token ids and the weights; a forward
+    pre-hook.
 
     Do nothing for other caches, or while a compiler traces. See `BoundedCache.continue_with`.
 
@@ -439,7 +442,7 @@ def attention_forward(
     s_aux: Float[Tensor, " Hq"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B T Hq E"], None]:
-    """Compute attention for transformers' interface: a step of a bounded layer, or else dense attention.
+    """Compute attention for transformers: through a bounded layer if the keys come from one, else densely.
 
     Raises:
         UnsupportedModelError: the model asks for something that attention over positions cannot honour.
@@ -494,7 +497,7 @@ def _bounded(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Run one step of the bounded layer that handed its keys on, and return the attention output.
+    """Run a step of the bounded layer that the keys come from, and return the attention output.
 
     Raises:
         UnsupportedModelError: the layer's sliding window is not that of its cache.
@@ -519,7 +522,7 @@ def _dense(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Compute attention with another cache, or without one. The index of a column is its position."""
+    """Compute attention with an ordinary cache, or without one. A column's index is its position."""
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:

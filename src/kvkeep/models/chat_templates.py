@@ -47,7 +47,7 @@ def fill(
     *,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
+    """Render a conversation with the tokenizer's chat template, up to the beginning of the model's answer.
 
     A template that reads content as a list of parts gets parts. System messages that the template refuses or leaves out
     are put before the text of the user's next message. Where the template refuses messages of one role that follow each
@@ -82,6 +82,7 @@ def fill(
 
 
 def _quoted(message: Mapping[str, Any], quote: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message in which all control tokens are quoted, the role apart."""
     return {name: part if name == "role" else quote(part) for name, part in message.items()}
 
 
@@ -96,7 +97,7 @@ class ChatTemplate:
     asked: str
 
     def fill(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Render a conversation, changed as far as the template would otherwise refuse it or leave a part out.
+        """Render a conversation, in the first form that the template neither refuses nor shows only in part.
 
         Raises:
             InputError: see `fill`.
@@ -124,7 +125,7 @@ class ChatTemplate:
     def _shows(
         self, text: str, messages: Sequence[Mapping[str, Any]], place: int, variables: Mapping[str, Any]
     ) -> bool:
-        """Tell whether a conversation's text has one of its messages, perhaps with other letters."""
+        """Return whether a rendered conversation contains one of its messages, perhaps in other letters."""
         content = messages[place]["content"].strip()
         if content in text:
             return True
@@ -132,21 +133,23 @@ class ChatTemplate:
         return _MARK in _probed(self._given(marked, variables))
 
     def _given(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the template process is asked, with the content of each role in the form that is read."""
+        """Return the request to the template process, with each message's content in the form that the template
+        reads.
+        """
         parts = _roles_in_parts(self.asked)
         given = [_in_form(message, parts) for message in messages]
         return {**json.loads(self.asked), **variables, "messages": given}
 
 
 def _in_form(message: Mapping[str, Any], parts: Collection[str]) -> dict[str, Any]:
-    """Return a message with its content as a list of parts, if the template reads its role so."""
+    """Return a message with its content as a list of parts if the template reads its role in that form."""
     if message["role"] not in parts:
         return dict(message)
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _variants(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Yield a conversation as it is, and then in other forms for a template that refuses it.
+    """Yield the conversation as it is, then in other forms for a template that refuses it.
 
     System messages are folded, then neighbours of one role joined, then arguments of calls made objects.
     """
@@ -163,7 +166,7 @@ def _variants(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mappin
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with texts of one role that follow each other joined, for roles that must alternate."""
+    """Merge neighbouring messages of one role, for templates whose roles must alternate."""
     found: list[Mapping[str, Any]] = []
     for message in messages:
         last = found[-1] if found else None
@@ -176,7 +179,8 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls have objects as arguments. Other text, such as JSON that was cut, becomes a value.
+    """Return a message whose tool calls have objects as arguments. A text that is no JSON object becomes a value of
+    one.
 
     Agents send back what a model has written, and a template that reads the arguments by name fails on a text.
     """
@@ -193,13 +197,13 @@ def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_text(call: Any) -> bool:
-    """Tell whether the arguments of a call are a text."""
+    """Return whether the arguments of a tool call are a text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("arguments"), str)
 
 
 def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) -> list[Mapping[str, Any]]:
-    """Return the messages with those of the system joined with the user's message that follows.
+    """Move the text of system messages into the user's message that follows.
 
     Args:
         messages: the conversation.
@@ -222,7 +226,8 @@ def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) 
 
 @functools.cache
 def _note(template: str, has_system: bool) -> None:
-    """Say once for each template that messages are changed."""
+    """Log, once for each template, that messages were changed for it."""
+    # it is only the key under which the cache knows that the note was logged
     del template
     if has_system:
         _log.warning(
@@ -238,7 +243,9 @@ def _note(template: str, has_system: bool) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _roles_in_parts(asked: str) -> frozenset[str]:
-    """Return the roles whose content a template reads as a list of parts, found by rendering a mark in both forms."""
+    """Return the roles whose content a template reads as a list of parts, found by rendering a marked message in both
+    forms.
+    """
     options, roles = json.loads(asked), set[str]()
     user: dict[str, Any] = {"role": "user", "content": "a"}
     answer: dict[str, Any] = {"role": "assistant", "content": "a"}
@@ -263,7 +270,7 @@ def _roles_in_parts(asked: str) -> frozenset[str]:
 
 
 def _probed(asked: Mapping[str, Any]) -> str:
-    """Return the text of a template in small letters, or an empty text if the template refuses the messages."""
+    """Return a rendered conversation in lower case; empty if the template refuses it."""
     try:
         return _rendered(asked).casefold()
     except EndlessTemplateError:
@@ -273,7 +280,7 @@ def _probed(asked: Mapping[str, Any]) -> str:
 
 
 def _rendered(asked: Mapping[str, Any]) -> str:
-    """Return the text of a template, from the process that fills in templates.
+    """Render a conversation in the template process.
 
     Raises:
         InputError: the template fails, or what it is given is no JSON.
@@ -293,7 +300,7 @@ def _rendered(asked: Mapping[str, Any]) -> str:
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    """Return whether the text of the tokenizer's chat templates has the name of a variable as a word."""
+    """Return whether the tokenizer's chat template mentions a variable."""
     found = tokenizer.chat_template
     texts = found.values() if isinstance(found, Mapping) else (found,)
     word = re.compile(rf"(?<!\w){re.escape(variable)}(?!\w)")
@@ -305,7 +312,7 @@ class EndlessTemplateError(InputError):
 
 
 def _asked(line: str) -> dict[str, str] | None:
-    """Ask the template process to answer a line, and return its ``text`` or ``error``; ``None`` if it was killed.
+    """Send a line to the template process, and return its answer; ``None`` if it took too long and was killed.
 
     Raises:
         InputError: the process does not start.
@@ -317,6 +324,7 @@ def _asked(line: str) -> dict[str, str] | None:
 
 
 def _new() -> SandboxProcess:
+    """Return a template process that is not started yet."""
     return SandboxProcess(Path(__file__).with_name("sandbox_render.py"), MEMORY_BYTES)
 
 
@@ -325,7 +333,7 @@ _LOCK = threading.Lock()
 
 
 def _begin_anew() -> None:
-    """Use a new process and lock in a forked child: two that share one would take each other's answers."""
+    """Replace the process and its lock in a forked child, which would otherwise take its parent's answers."""
     global _WORKER, _LOCK
     _WORKER, _LOCK = _new(), threading.Lock()
 
@@ -340,12 +348,13 @@ _ANSWER = "kvkeepanswer"
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens that a tokenizer has beside those of its model: special ones, and others that were added."""
+    """Return the ids of the tokens that were added to the tokenizer's vocabulary: special ones, and others."""
     return {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the token with which the chat template ends an assistant's turn; none if it is no control token.
+    """Return the id of the token with which the chat template ends an assistant's turn; nothing if that is an
+    ordinary token.
 
     Where nothing ends the last turn, it is the token with which the user's next one begins.
     """
@@ -366,7 +375,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Spans:
-    """Return the spans of a conversation's tokens that hold the text of system messages; ``()`` without any.
+    """Return the positions of the tokens that hold the text of system messages, as spans.
 
     The template is filled in once more with a mark in the place of each such message; the text before and after the
     mark shows where the message stands.
@@ -391,7 +400,7 @@ def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[
 
 
 def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, str]], place: int) -> Span:
-    """Return the first and the last character of one message in a conversation's text.
+    """Return where the text of one message begins and ends in a rendered conversation, in characters.
 
     Raises:
         InputError: the template does not show the message in one piece.
@@ -415,7 +424,7 @@ def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, st
 
 
 def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
-    """Return the first character and the end of each token of a text.
+    """Return the characters of each token of a text, as spans.
 
     Raises:
         InputError: the tokenizer does not know the characters.
@@ -431,6 +440,6 @@ def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
 
 
 def _tokens(offsets: Sequence[Span], place: Span) -> Span:
-    """Return the span of the tokens that hold some of these characters; ``(0, 0)`` if none does."""
+    """Return the span of the tokens that overlap a span of characters; ``(0, 0)`` if none does."""
     inside = [i for i, (start, stop) in enumerate(offsets) if start < place[1] and stop > place[0]]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)

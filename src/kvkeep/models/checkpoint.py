@@ -50,7 +50,7 @@ def trained_length(config: PreTrainedConfig) -> int | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many learned positions a model has in a table; ``None`` if the model has no such table.
+    """Return the number of learned positions of a model; ``None`` if it has no table of them.
 
     A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
     """

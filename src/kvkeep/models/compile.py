@@ -57,7 +57,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
 
 
 def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of decoder layers that do not use the cache and can gain from compiling."""
+    """Yield the children of decoder layers that do not use the cache and could be faster when compiled."""
     for layers in model.modules():
         if not isinstance(layers, nn.ModuleList):
             continue
@@ -66,12 +66,12 @@ def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reaches_cache(module: nn.Module) -> bool:
-    """Return whether a module or one of its parts knows its layer's number, which a cache needs."""
+    """Return whether a module or a part of it uses the cache: it then knows the number of its layer."""
     return any("layer_idx" in vars(part) for part in module.modules())
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Return whether a module has several operations, has no hooks, and is neither packed nor fused."""
+    """Return whether a module may be compiled: it has several operations, no hooks, and is neither packed nor fused."""
     if type(module).__module__.startswith("torch.nn.") and not any(module.children()):
         return False
     if any(isinstance(part, (PackedLinear, *FUSED)) for part in module.modules()):
@@ -82,7 +82,7 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
-    """Run a layer plainly and compiled, and return why it cannot be compiled; ``None`` if it can."""
+    """Return the reason why a layer cannot be compiled, found by running it plain and compiled; ``None`` if it can."""
     trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
     # one program for any number of rows; "maybe", since a layer that needs their number may have one for each
@@ -99,7 +99,7 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
 
 
 def _say(reasons: dict[str, str]) -> None:
-    """Log in one line which kinds of layers are not compiled, and why; do nothing without any."""
+    """Log in one line which kinds of layers are not compiled, and why."""
     if reasons:
         kinds = {reason: [name for name, other in reasons.items() if other == reason] for reason in reasons.values()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kinds.items())

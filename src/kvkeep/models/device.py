@@ -57,7 +57,7 @@ def parse_device(text: str) -> torch.device:
 
 @contextmanager
 def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
-    """Raise an `InputError` with a remedy in place of a failed allocation. Other errors are raised as they are.
+    """Turn a failed allocation in the context into an `InputError` that says what to do.
 
     Raises:
         InputError: the device's memory is too small.
@@ -94,7 +94,7 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device that takes a model's token ids. The weights may lie elsewhere."""
+    """Return the device on which a model takes token ids, even if its weights are offloaded."""
     found: torch.device = model.device
     if found.type != "meta":
         return found
@@ -104,7 +104,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter by name; one that is offloaded is read from where it lies.
+    """Yield every parameter by name, read from main memory or the disk if it is offloaded.
 
     Raises:
         InputError: a parameter has no numbers, and nobody knows where they are.
@@ -114,7 +114,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(model: nn.Module, name: str) -> Tensor:
-    """Return an offloaded parameter, read from where accelerate keeps it.
+    """Return an offloaded parameter.
 
     Raises:
         InputError: accelerate does not know the parameter's numbers.

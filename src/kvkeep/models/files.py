@@ -18,8 +18,9 @@ from typing import Any
 from huggingface_hub import constants, get_session, list_repo_files, snapshot_download
 from huggingface_hub import errors as hub
 from huggingface_hub.utils._validators import validate_repo_id
+from safetensors import safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
@@ -29,6 +30,7 @@ from kvkeep.models.folder import (
     ADAPTER_CONFIG,
     PICKLES,
     SAFE,
+    beside,
     existing,
     hub_parts,
     is_gguf_file,
@@ -48,7 +50,7 @@ _blocks = 0
 
 @contextmanager
 def cached_if_unreachable(name: str) -> Iterator[None]:
-    """Read only the local cache while the context lasts, if the hub does not answer.
+    """Use only the local cache of the hub in the context if the hub does not answer.
 
     Do nothing for a local folder, or if the hub answers.
 
@@ -79,6 +81,7 @@ def is_forbidden() -> bool:
 
 
 def _switch(change: int) -> None:
+    """Count one more or one fewer block that wants no requests to the hub, and set the hub's own switch."""
     global _blocks
     if not change:
         return
@@ -111,7 +114,7 @@ def _answers() -> bool:
 
 @contextmanager
 def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a public service to convert weights, while the context lasts."""
+    """Keep transformers from asking the hub's service to convert weights, in the context."""
     key = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.get(key)
     os.environ[key] = "1"
@@ -135,7 +138,7 @@ _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?"
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
-    """Return the full path of a file or folder that exists. Another name is returned unchanged, as a hub name.
+    """Return the full path of a file or folder that exists; a hub name is returned unchanged.
 
     A folder of GGUF files stands for its only one. ``ORG/REPO:FILE`` stands for a GGUF file of the hub, which is
     downloaded: FILE is its name, or that of a quantisation in its name such as ``Q4_K_M``.
@@ -163,7 +166,7 @@ def is_gguf(name: str) -> bool:
 
 
 def _gguf_of_hub(repository: str, wanted: str) -> Path:
-    """Return the path of a GGUF file of the hub, downloaded with all its parts.
+    """Download a GGUF file of the hub, all parts of it, and return the path of the first part.
 
     Raises:
         ModelFileError: the repository has no such file, or the hub fails.
@@ -197,7 +200,7 @@ def check_adapter(name: str) -> None:
 
 
 def check_numbers(name: str, fields: object) -> None:
-    """Refuse a configuration with numbers that no model has, before they are used.
+    """Refuse a configuration with numbers larger than any model's, before memory is allocated for them.
 
     Raises:
         ModelFileError: a number has more than 64 bits.
@@ -233,7 +236,7 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
 
 
 def part_of(name: str) -> str:
-    """Return in words where a model's configuration stands."""
+    """Return the name of the place where a model's configuration stands, for messages."""
     return "header" if is_gguf(name) else "config.json"
 
 
@@ -266,7 +269,7 @@ def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
 
 @contextmanager
 def explained(name: str, what: str) -> Iterator[None]:
-    """Raise a `ModelFileError` in place of an error of transformers, tokenizers, safetensors or the hub.
+    """Turn errors of transformers, tokenizers, safetensors and the hub in the context into a `ModelFileError`.
 
     kvkeep's own errors and failed allocations are raised as they are.
 
@@ -285,10 +288,12 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
+    """Return the error that tells a user what failed, and what to do."""
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
-            return ModelFileError((_FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text).format(name=name))
+            said = _FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text
+            return ModelFileError(said.format(name=name) + (beside(name) if "neither" in said else ""))
     if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
         return ModelFileError(refusal(f"The weights of {name}"))
     line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
@@ -299,6 +304,7 @@ def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -331,8 +337,7 @@ PARAMETERS_PER_BYTE = 16
 
 
 def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
-    """Refuse an index of weights, or a configuration, that names pickles or files outside of the folder; and an
-    adapter of PEFT.
+    """Refuse pickled weights, files outside of the model's folder, and adapters of PEFT, before any weights are read.
 
     Without an index there is nothing to check.
 
@@ -355,7 +360,7 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
         path = optional(name, file)
         if path is None:
             continue
-        for shard in _shards(path):
+        for shard in _shards(_weight_map(path)):
             if not shard.endswith(SAFE) and not allow_pickle:
                 raise ModelFileError(refusal(f"The weights of {name} ({shard!r:.80}, named by {path.name})"))
             if not _is_inside(path.parent, shard):
@@ -366,7 +371,8 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
 
 
 def check_size(name: str, parameters: int) -> None:
-    """Refuse a folder whose weights are far fewer than its configuration describes; transformers would invent the rest.
+    """Refuse a folder that holds far fewer weights than its configuration describes: transformers would fill in
+    random ones.
 
     Names on the hub are not checked: their files are downloaded later.
 
@@ -384,8 +390,35 @@ def check_size(name: str, parameters: int) -> None:
         )
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the weight files that an index names.
+def check_shards(name: str, config: PreTrainedConfig) -> None:
+    """Refuse weights with a tensor in two files, if the index gives it to another one than the last.
+
+    transformers takes each tensor from the last file that has it, whatever the index says. The files have been read, so
+    those of the hub are in the cache.
+
+    Raises:
+        ModelFileError: there is such a tensor.
+    """
+    index = optional(name, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None or optional(name, SAFE_WEIGHTS_NAME) or getattr(config, "transformers_weights", None):
+        return  # all tensors came from one file
+    given, last = _weight_map(index), dict[str, str]()
+    for shard in filter(lambda shard: shard.endswith(SAFE), _shards(given)):
+        path = optional(name, shard)
+        assert path is not None  # it has been read
+        with safe_open(path, framework="pt") as file:
+            here = list(file.keys())
+        for tensor in here:
+            if tensor in last and given.get(tensor) == last[tensor]:
+                raise ModelFileError(
+                    f"{name}: The tensor {tensor!r:.120} is in {last[tensor]!r:.80} and again in {shard!r:.80}, and "
+                    f"by {index.name} only the first is the model's. Remove the other, or download the model again."
+                )
+            last[tensor] = shard
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor in an index.
 
     Raises:
         ModelFileError: the file is not an index of weights.
@@ -399,13 +432,17 @@ def _shards(index: Path) -> list[str]:
         raise ModelFileError(f"{index} does not map tensors to files (weight_map). Download the model again.")
     if not isinstance(found.get("metadata", {}), dict):
         raise ModelFileError(f"{index} has metadata that are no JSON object. Download the model again.")
-    return sorted(set(names.values()))
+    return names
+
+
+def _shards(given: dict[str, str]) -> list[str]:
+    """Return the names of the weight files in an index, in the order in which transformers reads them."""
+    return sorted(set(given.values()))
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Return whether a shard's name and file lie in the folder.
-
-    A missing file counts as inside, and is reported later.
+    """Return whether a shard lies in the model's folder, links followed. A missing file counts as inside, and is
+    reported later.
     """
     parts = re.split(r"[/\\]", shard)
     if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):
@@ -417,5 +454,6 @@ def _is_inside(folder: Path, shard: str) -> bool:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):  # a link that leads nowhere, or to itself
         return False
+    # the hub's cache keeps files under `blobs`, to which its snapshot folders link
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return target.is_file() and any(target.is_relative_to(place) for place in homes)

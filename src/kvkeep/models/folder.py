@@ -5,6 +5,7 @@ A folder cannot be trusted: its files may be pipes that never end. Nothing here 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
@@ -68,7 +69,7 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def existing(name: str) -> Path | None:
-    """Return the full path of a file or folder that exists; ``None`` for a name that can be one of the hub.
+    """Return the full path of a file or folder that exists; ``None`` for what can only be a hub name.
 
     Raises:
         ModelFileError: the name is a path of nothing that exists, or cannot be looked up.
@@ -82,12 +83,23 @@ def existing(name: str) -> Path | None:
     repository, file = hub_parts(name)
     is_file = not file and name.endswith(GGUF_SUFFIX)
     if is_file or name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
-        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.")
+        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.{beside(name)}")
     return None
 
 
+def beside(name: str) -> str:
+    """Return a question for a file or folder that is there and has nearly this name; empty if there is none."""
+    path = in_full(name)
+    try:
+        names = [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f" Did you mean {Path(name).with_name(close[0])}?" if close else ""
+
+
 def hub_parts(name: str) -> tuple[str, str]:
-    """Return the repository of a hub name, and the GGUF file that stands behind a colon; empty if there is none."""
+    """Split a hub name into the repository and the GGUF file behind a colon, which may be empty."""
     repository, _, file = name.partition(":")
     return (repository, file) if file and repository.count("/") == 1 else (name, "")
 
@@ -148,7 +160,7 @@ def refuse_adapter(name: str, path: Path) -> NoReturn:
 
 
 def refusal(subject: str) -> str:
-    """Return the error message for weights that are pickles."""
+    """Return the message for weights that are pickles."""
     return (
         f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
         "accept them with `allow_pickle=True` if you trust their source."

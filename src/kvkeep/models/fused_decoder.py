@@ -63,11 +63,14 @@ class FusedDecoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the decoder's output, from the kernel where the step allows it."""
+        # transformers calls a decoder by keywords; what a position means, only its own signature says
         out = None if args else self._step(**kwargs)
         return super().forward(*args, **kwargs) if out is None else out
 
     def _step(self, **kwargs: Any) -> BaseModelOutputWithPast | None:
-        """Return the output of a decode step as one call; ``None`` for any other step, with nothing changed."""
+        """Run a decode step as one call of the kernel; return ``None``, with nothing changed, if the step cannot be
+        run so.
+        """
         ids, cache, positions = kwargs.get("input_ids"), handed_over(kwargs), kwargs.get("position_ids")
         if not isinstance(cache, PhasedCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
             return None
@@ -86,7 +89,7 @@ class FusedDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **held)
 
     def _answers(self, asked: dict[str, Any]) -> bool:
-        """Return whether a step as one call has all that is asked for in an argument or in the configuration."""
+        """Return whether a step in one call gives everything that its arguments and the configuration ask for."""
         if any(asked[name] is not None and asked[name] is not False for name in asked.keys() - _KNOWN):
             return False
         config = self.config
@@ -95,7 +98,8 @@ class FusedDecoder(nn.Module):
         return is_ours(config) and has_own_forward(self)
 
     def _is_checked(self) -> bool:
-        """Return whether the kernel computes what the class computes.
+        """Return whether the kernel was found to compute what the decoder's own class computes, trying it on the
+        first call.
 
         The first step tries it, since the trial needs the model as it runs. It waits as long as there are hooks, which
         would be told the tokens of the trial.
@@ -107,13 +111,13 @@ class FusedDecoder(nn.Module):
         return bool(self.is_checked)
 
     def angles(self, like: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
-        """Return cosines and sines of the positions, for each kind of layer, in the dtype of ``like``."""
+        """Return the cosines and sines of the positions, for each type of layer."""
         if not self.rotation_kinds:
             return [self.rotary_emb(like, position_ids=positions)]
         return [self.rotary_emb(like, positions, kind) for kind in self.rotation_kinds]
 
     def _replays(self, cache: PhasedCache, mask: object) -> Replays | None:
-        """Return the recorded steps of all layers; ``None`` if some layer's step cannot be a replay.
+        """Return the recorded attention steps of all layers; ``None`` if one of them cannot be replayed now.
 
         Raises:
             CapacityError: the policy does not evict and its budget is exhausted.
@@ -141,9 +145,8 @@ class FusedDecoder(nn.Module):
         return replays
 
     def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layer_ops.ModelStep | None:
-        """Return the call for all layers, made anew if weights or recorded steps have changed.
-
-        Return ``None`` if the kernel cannot run the layers.
+        """Return the kernel call for all layers, made anew if weights or recorded steps have changed; ``None`` if the
+        kernel cannot run them.
         """
         rotary_dims = [cosines.shape[-1] for cosines, _ in angles]
         fused = [layer.calls(rotary_dims[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
@@ -169,14 +172,15 @@ class _ModelCall(NamedTuple):
 
 
 def _has_hooks(decoder: nn.Module) -> bool:
-    """Return whether a part of a decoder has hooks, but for those of the rotation, which kvkeep itself may have put
-    there.
+    """Return whether some part of a decoder has hooks, those on its rotary embedding aside, which may be kvkeep's
+    own.
     """
     parts = (part for name, part in decoder.named_modules() if name and not name.startswith("rotary_emb"))
     return any(map(is_heard, parts))
 
 
 def _differ(reference: weakref.ref[Any], part: object) -> bool:
+    """Return whether a weak reference points to another object, or to none any more."""
     return reference() is not part
 
 
@@ -192,7 +196,7 @@ def _is_plain(mask: object, cache: PhasedCache) -> bool:
 
 
 def _replayed(replays: Replays, step: layer_ops.ModelStep, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Make the step and count it in all layers; return whether the kernel could make it.
+    """Run the step and count it in all layers. Return whether the kernel could run it.
 
     Raises:
         MemoryError: there was no memory for all of it. The cache is broken then.
@@ -235,7 +239,7 @@ def fuse_decoder(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _agrees(decoder: Any) -> bool:
-    """Return whether a fused decoder computes for a few tokens what its class computes."""
+    """Return whether a fused decoder gives the same output for a few tokens as its own class."""
     plain: Any = functools.partial(type(decoder).plain.forward, decoder)
     ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS])
 

@@ -28,10 +28,12 @@ from kvkeep.models.fused_modules import (
     FusedGate,
     FusedLinear,
     FusedNorm,
+    GateParts,
     Trials,
     alike,
     described,
     epsilon_of,
+    gate_parts,
     has_global_hooks,
     has_own_forward,
     is_as_tried,
@@ -51,21 +53,25 @@ _NORMED = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedfo
 """The same in models that norm first what they add, and the norms of that: of attention, of the feed-forward layer."""
 
 _KINDS = {frozenset((*_PARTS, *norms)): norms for norms in (_PLAIN, _NORMED)}
-_LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_PROJECTIONS, _JOINED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 
 
 class FusedParts(NamedTuple):
-    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
+    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none.
+
+    ``qkv`` are the layers of query, key and value, or parts of one that joins them. ``linear`` are all linear modules.
+    """
 
     attention: Any
     first: FusedNorm
-    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    qkv: Sequence[nn.Linear | layer_ops.Linear]
     heads: tuple[FusedNorm | None, FusedNorm | None]
     output: nn.Linear
     second: FusedNorm
-    gated: tuple[nn.Linear, nn.Linear, nn.Linear]
+    gated: GateParts
     feed: FusedGate
     added: tuple[FusedNorm | None, FusedNorm | None]
+    linear: tuple[nn.Linear, ...]
 
     def norms(self) -> list[FusedNorm]:
         """Return all norms."""
@@ -73,42 +79,60 @@ class FusedParts(NamedTuple):
 
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
-    """Return a layer's parts for fusing; ``None`` if a part is missing, is not fused, or has hooks."""
-    own: dict[str, Any] = layer._modules
+    """Return the parts of a layer that can be fused; ``None`` if one is missing, is not fused, or has hooks."""
+    own: dict[str, Any] = {name: part for name, part in layer._modules.items() if not _is_idle(part)}
     if (names := _KINDS.get(frozenset(own))) is None:
         return None
     attention, feed, first = (own[name] for name in _PARTS)
     second, *added = (own[name] for name in names)
     of_attention: dict[str, Any] = attention._modules
-    of_feed: dict[str, Any] = feed._modules
     heads = of_attention.get("q_norm"), of_attention.get("k_norm")
-    linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
-    gated: list[Any] = [of_feed.get(name) for name in _GATED]
     if not isinstance(feed, FusedGate) or not all(isinstance(norm, FusedNorm) for norm in (first, second, *added)):
         return None
     for norm in heads:
         if norm is not None and not isinstance(norm, FusedNorm):
             return None
-    for projection in (*linear, *gated):
-        if type(projection) is not FusedLinear:  # a subclass may have a `forward` of its own
-            return None
-    if not all(map(_is_usable, (*own.values(), *of_attention.values(), *of_feed.values()))):
+    modules, gated = _projections(of_attention), gate_parts(feed)
+    if gated is None or any(type(module) is not FusedLinear for module in modules):
+        return None  # a subclass may have a `forward` of its own
+    if not all(map(_is_usable, (*layer._modules.values(), *of_attention.values(), *feed._modules.values()))):
+        return None
+    *projections, output = modules
+    if (qkv := projections if len(projections) > 1 else _split(projections[0], output)) is None:
         return None
     return FusedParts(
         attention,
         first,
-        (linear[0], linear[1], linear[2]),
+        qkv,
         heads,
-        linear[3],
+        output,
         second,
-        (gated[0], gated[1], gated[2]),
+        gated,
         feed,
         (added[0], added[1]) if added else (None, None),
+        (*modules, *gated.modules),
     )
 
 
+def _projections(of_attention: dict[str, Any]) -> list[Any]:
+    """Return the projections of an attention: of query, key and value, or the one that joins them, and the output's."""
+    joined = of_attention.get(_JOINED)
+    return [*(map(of_attention.get, _PROJECTIONS) if joined is None else [joined]), of_attention.get("o_proj")]
+
+
+def _split(joined: nn.Linear, output: nn.Linear) -> list[layer_ops.Linear] | None:
+    """Return the parts of a projection that puts out the query, then the key, then the value, of equal length."""
+    rest = joined.out_features - output.in_features
+    return layer_ops.split(joined, [output.in_features, rest // 2, rest // 2]) if rest > 0 else None
+
+
+def _is_idle(part: nn.Module | None) -> bool:
+    """Return whether a part of a layer does nothing: dropout outside of training."""
+    return type(part) is nn.Dropout and not part.training
+
+
 def _is_usable(part: nn.Module | None) -> bool:
-    """Return whether a part of a layer has no hooks, and still computes what it did in its trial."""
+    """Return whether a part of a layer has no hooks, and still has the values with which it was tried."""
     if part is None:
         return True
     if isinstance(part, FusedNorm) and not (isinstance(epsilon_of(part), float) and has_own_forward(part)):
@@ -131,7 +155,8 @@ class FusedCalls:
         heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
         self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, rotary_dim)
         feed, second = parts.feed._activation, _norm(parts.second)
-        self.behind = layer_ops.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
+        gate, up, down = parts.gated[1:]
+        self.behind = layer_ops.Behind(parts.output, second, gate, up, down, added=added, activation=feed)
         self.rotary_dim = rotary_dim
         owners = (layer, parts.attention, parts.feed)
         modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
@@ -146,6 +171,7 @@ class FusedCalls:
         names_of: list[tuple[nn.Module | None, str]] = [
             (norm, name) for norm in parts.norms() for name in EPSILON if name in vars(norm)
         ]
+        names_of += [(part, "training") for part in modules if type(part) is nn.Dropout]
         for owner in (layer, parts.feed):
             tried = vars(owner).get("as_tried", ())
             names_of += [(owner._modules[child] if child else owner, name) for child, name, _ in tried if name]
@@ -156,8 +182,8 @@ class FusedCalls:
         self._forwards = [kind.forward for kind in self._classes]
 
     def are_of(self, layer: nn.Module) -> bool:
-        """Return whether these are still the calls of a layer: its modules and weights have not changed since, and
-        have no hooks.
+        """Return whether these calls still belong to a layer: no module, weight, plain value or hook has changed
+        since they were made.
         """
         if vars(layer) is not self._owners[0]:  # a copy
             return False
@@ -181,6 +207,7 @@ class FusedCalls:
         return self._places_now() == self._places
 
     def _places_now(self) -> list[object]:
+        """Return the identity and the address of every weight."""
         return [
             (id(weight), _place(weight))
             for own in self._weighted
@@ -190,7 +217,7 @@ class FusedCalls:
 
 
 def _place(weight: Tensor) -> object:
-    """Return where a weight lies, and how."""
+    """Return the address, dtype, shape and strides of a weight."""
     if isinstance(weight, QuantizedTensor):
         return weight.place
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
@@ -200,19 +227,20 @@ _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 def _values_of(names: Iterable[str]) -> Callable[[dict[str, Any]], object]:
-    """Return a function that looks attributes up, as fast as can be."""
+    """Return a fast function that reads these attributes of a module."""
     asked = [*names]
     return operator.itemgetter(*asked) if asked else id  # the dict of a module is always the same
 
 
 def _norm(norm: FusedNorm) -> layer_ops.Norm:
+    """Return a norm in the form that the kernel takes."""
     epsilon = epsilon_of(norm)
     assert isinstance(epsilon, float)
     return layer_ops.Norm(norm.weight, epsilon, norm._plus)
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
-    """Return whether a model's attention goes to `attention_forward`, with no attention probabilities asked for."""
+    """Return whether a model's attention runs in kvkeep, and no attention probabilities are asked for."""
     own = object.__getattribute__(config, "__dict__")  # a layer asks in each step, and properties take long
     try:
         return own["_attn_implementation_internal"] == ATTENTION and not own["_output_attentions"]
@@ -221,7 +249,7 @@ def is_ours(config: PreTrainedConfig) -> bool:
 
 
 def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
-    """Return the options of a layer's attention in a step that is a replay; ``None`` if its steps cannot be replayed.
+    """Return the attention options of a layer's replayed steps; ``None`` if its steps cannot be replayed.
 
     Args:
         attention: the layer's attention.
@@ -248,8 +276,8 @@ _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 def _run(
     parts: FusedParts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: FusedCalls
 ) -> Tensor | None:
-    """Compute a layer's output for a token per row; ``None`` if the kernel cannot compute what comes before
-    attention.
+    """Compute a layer's output for one token per row, around a given attention; ``None`` if the kernel cannot compute
+    the part before it.
     """
     heads = calls.before(x, angles)
     if heads is None:
@@ -276,7 +304,8 @@ class FusedLayer(nn.Module):
         return super().forward(*args, **kwargs) if out is None else out
 
     def calls(self, rotary_dim: int) -> FusedCalls | None:
-        """Return the calls of the kernel, made anew if modules or weights have changed; ``None`` if there can be none.
+        """Return the kernel calls of this layer, made anew if modules or weights have changed; ``None`` if it can
+        have none.
 
         Args:
             rotary_dim: number of dims of a head that are rotated.
@@ -288,11 +317,12 @@ class FusedLayer(nn.Module):
         return calls
 
     def _is_as_tried(self) -> bool:
+        """Return whether the layer and its attention are still as they were when it was tried."""
         now = type(_any(self).self_attn).forward
         return is_as_tried(self) and vars(self).setdefault(FORWARD, now) is now
 
     def _decode_step(self, x: Tensor, **kwargs: Any) -> Tensor | None:
-        """Return the output of a decode step from the fused kernel; ``None`` for any other step."""
+        """Run a decode step through the kernel; return ``None`` for any other step."""
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
             return None
@@ -317,7 +347,7 @@ class FusedLayer(nn.Module):
 
 
 def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
-    """Fuse a decoder layer, in place, and return whether it was fused.
+    """Fuse a decoder layer in place. Return whether that was possible.
 
     It is fused if its parts are, it has no other weights, and its outputs on random numbers are the kernel's.
 
@@ -344,15 +374,13 @@ def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
 
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
-    """Return whether a layer has no weights but those of its parts. Other weights could change after the trial."""
-    known = {
-        id(weight) for part in (*parts.norms(), *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()
-    }
+    """Return whether a layer has no weights besides those of its parts: others could change after the trial."""
+    known = {id(weight) for part in (*parts.norms(), *parts.linear) for weight in part.parameters()}
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 
 def _twin(layer: nn.Module) -> Any:
-    """Return a copy of a layer, for a trial, with a configuration of its own, since other threads may be in the
+    """Return a copy of a layer for a trial, with its own configuration, since other threads may be running the
     layer.
     """
     twin, attention = copy.copy(layer), copy.copy(_any(layer).self_attn)
@@ -400,7 +428,8 @@ class _Trial:
         self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
 
     def ask(self) -> bool:
-        """Run the layer with random numbers for attention's answer, and record what it hands to attention.
+        """Run the layer's own code, with random numbers for attention's output, and record what it passes to
+        attention.
 
         Return whether the layer has called the cache and attention once each.
         """
@@ -420,14 +449,16 @@ class _Trial:
         return module is self._attention and mask is None
 
     def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
-        """Return the layer's output as the kernel computes it; ``None`` if it cannot."""
+        """Compute the layer's output in the kernel; ``None`` if the kernel cannot."""
         calls = FusedCalls(self._layer, parts, self.angles[0].shape[-1])
         return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), calls)
 
 
 @torch.inference_mode()
 def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
-    """Return the arguments that a layer always hands to attention, if the kernel matches the layer; else ``None``."""
+    """Try the kernel on a layer. Return the arguments that the layer always passes to attention, or ``None`` if the
+    outputs differ.
+    """
     try:
         trial = _Trial(layer, SCALES)
         if not trial.ask() or not _is_constant(trial.constants):
@@ -445,6 +476,7 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
 
 
 def _is_constant(given: dict[str, Any] | None) -> bool:
+    """Return whether all arguments are plain values, which do not change from step to step."""
     return given is not None and all(value is None or isinstance(value, (bool, int, float)) for value in given.values())
 
 
@@ -461,7 +493,7 @@ class _Handed:
 
 @contextmanager
 def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Let a model call this function in place of its attention, while the context lasts."""
+    """Replace a model's attention by a function, in the context."""
     before, token = config._attn_implementation, _recorded.set(attention)
     config._attn_implementation = _RECORDER
     try:
@@ -472,6 +504,7 @@ def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> It
 
 
 def _record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Call the function of `_recording`; an attention function of transformers."""
     return _recorded.get()(*args, **kwargs), None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from kvkeep.backends import choose, layer_ops
@@ -47,7 +48,8 @@ class FusedQKV:
         self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
 
     def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
-        """Return the output of one layer for ``x``; ``None`` if the kernel cannot compute it or has not.
+        """Return one projection of ``x``; ``None`` if the kernel has not computed it. The first projection's call
+        computes all three.
 
         The first layer's call computes the outputs of all layers.
         """
@@ -83,21 +85,51 @@ class FusedLinear(nn.Linear):
         return super().forward(input) if wide is None else wide
 
 
-class FusedGate(nn.Module):
-    """Mixed into a feed-forward layer with a gate: one call for its three products."""
+class GateParts(NamedTuple):
+    """The linear layers of a feed-forward layer with a gate.
 
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+    Attributes:
+        modules: its modules, of which one may be both gate and up.
+        gate: goes through the activation.
+        up: what the gate is multiplied with.
+        down: takes the products.
+    """
+
+    modules: tuple[nn.Linear, ...]
+    gate: nn.Linear | layer_ops.Linear
+    up: nn.Linear | layer_ops.Linear
+    down: nn.Linear
+
+
+def gate_parts(module: nn.Module) -> GateParts | None:
+    """Return the linear layers of a feed-forward layer with a gate, if they are fused ones; ``None`` otherwise.
+
+    Gate and up may be joined: the first half of the outputs is the gate then.
+    """
+    own: dict[str, Any] = module._modules
+    joined, down = own.get("gate_up_proj"), own.get("down_proj")
+    modules = (own.get("gate_proj"), own.get("up_proj"), down) if joined is None else (joined, down)
+    linear = tuple(layer for layer in modules if type(layer) is FusedLinear)
+    if len(linear) < len(modules):  # a subclass may have a `forward` of its own
+        return None
+    halves = linear[:2] if joined is None else layer_ops.split(joined, 2 * [joined.out_features // 2])
+    return None if halves is None else GateParts(linear, halves[0], halves[1], linear[-1])
+
+
+class FusedGate(nn.Module):
+    """Mixed into a feed-forward layer with a gate: one call for its products."""
+
     _activation: int
     as_tried: Described
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where it can compute it."""
-        out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
-        whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children())) and is_as_tried(self)
-        if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
-            out = layer_ops.gated(args[0], *parts, self._activation)
+        out = None
+        # in training it may drop some of its output
+        if len(args) == 1 and not (kwargs or self.training or any(map(is_heard, self.children()))):
+            parts = gate_parts(self) if is_as_tried(self) else None
+            if parts is not None:
+                out = layer_ops.gated(args[0], parts.gate, parts.up, parts.down, self._activation)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -124,11 +156,6 @@ def epsilon_of(norm: nn.Module) -> object:
     return next((vars(norm)[name] for name in EPSILON if name in vars(norm)), None)
 
 
-def is_bare(layer: nn.Module) -> bool:
-    """Return whether a fused layer still has its class, and has no hook and no other ``forward``."""
-    return type(layer) is FusedLinear and not is_heard(layer)
-
-
 TRIAL: ContextVar[bool] = ContextVar("TRIAL", default=False)
 """Whether a decoder is being tried."""
 
@@ -150,7 +177,9 @@ class PromptHook:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Return whether a module's calls have a hook, or another ``forward``. A `PromptHook` does not count."""
+    """Return whether calling a module runs more than its class's ``forward``: a hook, other than a `PromptHook`, or a
+    ``forward`` of its own.
+    """
     hooks = module._forward_hooks
     if hooks and any(type(hook) is not PromptHook for hook in hooks.values()):
         return True
@@ -158,7 +187,7 @@ def is_heard(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Return whether there are hooks that every module calls, or somebody has replaced what linear layers do."""
+    """Return whether torch has hooks that every module calls, or somebody has replaced ``nn.Linear.forward``."""
     return bool(_global_forward_hooks or _global_forward_pre_hooks) or nn.Linear.forward is not _LINEAR_FORWARD
 
 
@@ -173,9 +202,7 @@ name "" stands for the child's class."""
 
 
 def described(module: nn.Module) -> Described:
-    """Return what a module has beside weights that may decide what it computes: plain values and functions, its own and
-    those of its children without weights.
-    """
+    """Return the plain values and functions on which a module's output may depend besides its weights."""
     entries: list[tuple[str, str, object]] = []
     for name, part in [("", module), *module._modules.items()]:
         if part is None or (part._parameters and part is not module):
@@ -191,7 +218,9 @@ def described(module: nn.Module) -> Described:
 
 
 def is_as_tried(module: nn.Module) -> bool:
-    """Return whether a fused module is still `described` as it was in its trial; otherwise the trial says nothing."""
+    """Return whether a fused module still has the values with which it was tried; otherwise the trial proves
+    nothing.
+    """
     for name, key, value in vars(module)["as_tried"]:
         part = module._modules.get(name) if name else module
         if part is None or (_name_of_class(part) if not key else vars(part).get(key, _GONE)) != value:
@@ -203,6 +232,7 @@ _GONE = object()
 
 
 def _name_of_class(module: nn.Module) -> str:
+    """Return the full name of a module's class."""
     kind = type(module)  # a fused one has the name of its own class
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -214,7 +244,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def alike(module: nn.Module) -> tuple[object, ...]:
-    """Return a key that is equal for modules which compute the same but for their weights, so that one trial is enough.
+    """Return a key that is equal for modules that differ in their weights alone, so that one trial is enough for all.
 
     It has the classes, shapes and attributes of all parts. An object that is no plain value is only equal to itself,
     as a configuration is that all layers share; and so is a module with buffers.
@@ -242,9 +272,9 @@ def agrees(
     weight: Tensor,
     width: int,
     kernel: Callable[[Tensor], Tensor | None],
-    reach: Sequence[nn.Linear] = (),
+    reach: Sequence[nn.Linear | layer_ops.Linear] = (),
 ) -> bool:
-    """Return whether the kernel matches a module's outputs up to rounding, on random numbers of several sizes.
+    """Return whether the kernel gives the outputs of a module on random numbers of several sizes, up to rounding.
 
     One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show. A module that
     fails on such input does not match.
@@ -252,7 +282,7 @@ def agrees(
     draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
     x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
     for layer, row in zip(reach, x[len(SCALES) :], strict=True):
-        most = layer(row.to(weight.dtype)).abs().max().float()
+        most = linear(row.to(weight.dtype), layer.weight, layer.bias).abs().max().float()
         scales = torch.cat((scales, (LARGE / most)[None]))
     x = x * scales[:, None, None]
     try:
@@ -272,7 +302,7 @@ def is_close(found: Tensor, expected: object) -> bool:
 
 
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once.
+    """Return a cached subclass of a module's class in which the mixin's ``forward`` comes first.
 
     It has the name of the module's class, by which other libraries know it.
     """
@@ -285,12 +315,13 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Return how to make a copy of a module whose class was made by `mixed`, since no file has the class."""
+    """Return how to copy or pickle a module whose class was made by `mixed`, since no file defines that class."""
     _, mixin, kind, *_ = type(module).__mro__
     return _blank, (mixin, kind), {name: value for name, value in vars(module).items() if name not in {CALLS, FORWARD}}
 
 
 def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
+    """Return an empty module of a class made by `mixed`."""
     module: nn.Module = object.__new__(mixed(mixin, kind))
     return module
 
@@ -304,25 +335,26 @@ def fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:
 
 
 def fuse_linear(layers: list[nn.Linear]) -> None:
-    """Make linear layers fused ones, in place."""
+    """Turn linear layers into fused ones, in place."""
     for layer in layers:
         layer.__class__ = FusedLinear
 
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Return an iterator over all modules but those within compiled ones."""
+    """Yield all modules of a model except those inside compiled ones."""
+    # a compiled module has been traced with its parts as they were
     compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
     return (module for module in model.modules() if id(module) not in compiled)
 
 
 def is_still(module: nn.Module) -> bool:
-    """Return whether a module is in evaluation mode, has no hooks, and has its class's own ``forward``."""
+    """Return whether a module is in evaluation mode, without hooks and without a ``forward`` of its own."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return not (module.training or any(hooks) or "forward" in vars(module))
 
 
 def is_kernels(weight: object) -> bool:
-    """Return whether the kernel can read a weight, and this processor has the kernel."""
+    """Return whether the kernel runs on this processor and can read a weight."""
     if not layer_ops.is_readable(weight) or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
     return weight.is_cpu and choose(weight.device, weight.dtype).has_layer_ops

@@ -71,8 +71,8 @@ def check_generation_config(name: str) -> None:
 
 
 def remark(model: PreTrainedModel) -> str | None:
-    """Return a sentence about the model's generation settings that kvkeep leaves out; ``None`` if it leaves none
-    out.
+    """Return a sentence about the settings of the model's generation config that kvkeep ignores; ``None`` if it
+    ignores none.
     """
     asked = _asked(model)
     differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
@@ -87,7 +87,7 @@ def remark(model: PreTrainedModel) -> str | None:
 def ends_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, chat: bool = False
 ) -> set[int]:
-    """Return the tokens that end a text of this model.
+    """Return the ids of the tokens that end a text of this model.
 
     Args:
         model: its generation config names some.
@@ -108,7 +108,7 @@ def ends_of(
 
 
 def _listed_ids(ids: object) -> set[int]:
-    """Return the token ids of a setting that holds one, several or none."""
+    """Return the token ids of a setting that holds one, several or none, as a set."""
     listed = ids if isinstance(ids, list | tuple) else [ids]
     return {token for token in listed if isinstance(token, int) and not isinstance(token, bool)}
 
@@ -128,7 +128,8 @@ class BannedTokens(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, vocabulary: int | None = None) -> BannedTokens:
-        """Read them from a generation config, as transformers does: a word that is an end token is allowed.
+        """Read the banned tokens from a generation config, as transformers does: a single-token word that is an end
+        token stays allowed.
 
         Args:
             config: the generation config.
@@ -160,7 +161,7 @@ _SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_toke
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return a setting that is a list of token ids; empty for ``None``.
+    """Return a setting that must be a list of token ids; empty for ``None``.
 
     Raises:
         InputError: it is something else.
@@ -174,7 +175,9 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _asked(model: PreTrainedModel) -> dict[str, object]:
-    """Return generation settings that differ from transformers' defaults and that kvkeep has no option for."""
+    """Return the generation settings that differ from transformers' defaults and that kvkeep neither obeys nor has
+    options for.
+    """
     usual = GenerationConfig._get_default_generation_params()
     given = model.generation_config.to_diff_dict()
     return {
@@ -187,6 +190,6 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _listed(values: dict[str, object]) -> str:
-    """Return names and values as a text, separated by commas; empty without any."""
+    """Format settings as ``name=value``, joined by commas."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)

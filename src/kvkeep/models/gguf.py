@@ -102,7 +102,7 @@ class GGUFFile:
         return name
 
     def types(self) -> dict[str, int]:
-        """Return how many tensors have which type, the most frequent first."""
+        """Return the number of tensors of each type, the most frequent type first."""
         return dict(Counter(tensor.type for tensor in self.tensors.values()).most_common())
 
     @property
@@ -119,11 +119,11 @@ class GGUFFile:
         return torch.float16 if "F16" in types else torch.float32
 
     def has(self, key: str) -> bool:
-        """Return whether there is a value of the architecture, see `integer`."""
+        """Return whether the file has a value under this key of its architecture."""
         return f"{self.architecture}.{key}" in self.metadata
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number that is 0 or more.
+        """Return a non-negative integer from the metadata.
 
         Args:
             key: its name, without the architecture before it.
@@ -136,21 +136,24 @@ class GGUFFile:
         return self._value(key, default, lambda value: isinstance(value, int) and 0 <= value < 2**31, "a whole number")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number, see `integer`."""
+        """Return a finite number from the metadata, see `integer`."""
         found = self._value(
             key, default, lambda value: isinstance(value, int | float) and math.isfinite(value), "a number"
         )
         return short_float(float(found))
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a text, see `integer`."""
+        """Return a text from the metadata, see `integer`."""
         return self._value(key, default, lambda value: isinstance(value, str), "a text")
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return whether something is on, see `integer`."""
+        """Return a boolean from the metadata, see `integer`."""
         return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
 
     def _value(self, key: str, default: _T | None, fits: Callable[[Any], bool], kind: str) -> _T:
+        """Return a value from the metadata, after checking its type. A list with one value per layer must have equal
+        values.
+        """
         name = key if key.startswith("tokenizer.") else f"{self.architecture}.{key}"
         value = self.metadata.get(name, default)
         if value is None:
@@ -178,7 +181,9 @@ class GGUFFile:
 
 
 def short_float(value: float) -> float:
-    """Return the shortest number that is the same in float32: files hold 1e-5 as 9.999999747378752e-06."""
+    """Return the decimal number with the fewest digits that is the same in float32: files hold 1e-5 as
+    9.999999747378752e-06.
+    """
     short = float(str(np.float32(value)))
     return short if np.float32(value) == value else value
 
@@ -223,7 +228,7 @@ def _read(parts: tuple[Path, ...], _state: tuple[tuple[int, int], ...]) -> GGUFF
 
 @contextmanager
 def _damaged(path: Path) -> Iterator[None]:
-    """Raise a `ModelFileError` where a file ends too early or holds values that no file has."""
+    """Turn errors in the context into a `ModelFileError` that calls the file damaged."""
     try:
         yield
     except KVKeepError:
@@ -267,7 +272,7 @@ class _Reader:
         self._at = 0
 
     def read(self) -> tuple[dict[str, Any], list[tuple[str, TensorInfo]]]:
-        """Return the metadata and the tensors."""
+        """Read the whole header. Return the metadata, and the tensors by name."""
         magic, version, tensors, values = _HEADER.unpack(self._take(_HEADER.size))
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
@@ -284,6 +289,7 @@ class _Reader:
         return metadata, self._placed(table, metadata.get("general.alignment", _ALIGNMENT))
 
     def _take(self, size: int) -> memoryview:
+        """Return the next ``size`` bytes, and move on."""
         end = self._at + size
         if end > len(self._bytes):
             raise ValueError("it is cut off")
@@ -292,26 +298,31 @@ class _Reader:
         return taken
 
     def _count(self, count: int, at_least: int) -> int:
-        """Return a number of entries, after a check that the rest of the file has room for them."""
+        """Return a count from the file, after checking that the rest of the file is long enough for so many entries."""
         if count * at_least > len(self._bytes) - self._at:
             raise ValueError(f"it is cut off, or damaged: there is no room for {count} entries")
         return count
 
     def _numbers(self, kind: int, count: int = 1) -> tuple[Any, ...]:
+        """Read ``count`` numbers of one kind."""
         form = f"<{self._count(count, struct.calcsize(_NUMBERS[kind]))}{_NUMBERS[kind]}"
         return struct.unpack(form, self._take(struct.calcsize(form)))
 
     def _number(self, kind: int) -> Any:
+        """Read one number."""
         return self._numbers(kind)[0]
 
     def _length(self) -> int:
+        """Read the length of a string."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
         return self._count(length, at_least=1)
 
     def _string(self) -> str:
+        """Read a string."""
         return str(self._take(self._length()), "utf-8")
 
     def _value(self, kind: int) -> Any:
+        """Read a value of the metadata: a number, a string, or an array of them."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -326,7 +337,9 @@ class _Reader:
         return [self._string() for _ in range(self._count(count, at_least=8))]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return the name, the shape, the type's number and the place of a tensor."""
+        """Read the description of a tensor: name, shape in torch's order, number of its type, and offset of its
+        data.
+        """
         name, dimensions = self._string(), self._number(_UINT32)
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise ValueError(f"its tensor {name!r:.80} has {dimensions} dimensions")
@@ -336,7 +349,7 @@ class _Reader:
     def _placed(
         self, table: Iterable[tuple[str, tuple[int, ...], int, int]], alignment: object
     ) -> list[tuple[str, TensorInfo]]:
-        """Return the tensors with their bytes in the file."""
+        """Return the described tensors with the range of bytes of each, after checking that it lies in the file."""
         if not isinstance(alignment, int) or not 1 <= alignment <= _MOST_ALIGNMENT:
             raise ValueError(f"its general.alignment is {alignment!r:.40}")
         start, placed = math.ceil(self._at / alignment) * alignment, []
@@ -354,7 +367,7 @@ class _Reader:
 
 
 def _layout(path: Path, name: str, number: int) -> tuple[str, int, int]:
-    """Return a tensor type's name, and the numbers and the bytes of one of its blocks.
+    """Return the name of a tensor type, and the numbers of weights and of bytes in one of its blocks.
 
     Raises:
         UnsupportedModelError: the type cannot be unpacked.
@@ -373,7 +386,7 @@ def _layout(path: Path, name: str, number: int) -> tuple[str, int, int]:
 
 @functools.cache
 def _unpacks(kind: Any) -> bool:
-    """Return whether the package gguf unpacks a type, by trying an empty block."""
+    """Return whether the package gguf can unpack a type, by unpacking a block of zeros."""
     import gguf
 
     try:
@@ -384,7 +397,7 @@ def _unpacks(kind: Any) -> bool:
 
 
 def _package(path: Path) -> Any:
-    """Return the package gguf.
+    """Return the package gguf, or say how to install it.
 
     Raises:
         InputError: it is not installed.
@@ -437,6 +450,7 @@ def choices(names: Iterable[str]) -> list[str]:
 
 
 def _is_choice(name: str) -> bool:
+    """Return whether a file is a language model, and if it is split, the first part."""
     part, base = _PART.fullmatch(name), name.rpartition("/")[2].lower()
     return base.endswith(SUFFIX) and not base.startswith("mmproj") and (part is None or int(part["number"]) == 1)
 
@@ -456,7 +470,7 @@ def in_folder(folder: Path) -> Path | None:
 
 
 def chosen(repository: str, names: Iterable[str], wanted: str) -> str:
-    """Return the file of a repository for its name, or for the name of a quantisation in it such as ``Q4_K_M``.
+    """Return the one file of a repository with this name, or with this quantisation in its name, such as ``Q4_K_M``.
 
     Raises:
         ModelFileError: no file has that name, or several do.
@@ -478,6 +492,7 @@ def chosen(repository: str, names: Iterable[str], wanted: str) -> str:
 
 
 def _shown(names: list[str], most: int = 12) -> str:
+    """Format a list of names, the first few of many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
@@ -486,7 +501,7 @@ def _shown(names: list[str], most: int = 12) -> str:
 
 
 def values(tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
-    """Return the values of a tensor, unpacked.
+    """Return the values of a tensor in a plain dtype, unpacked if need be.
 
     Raises:
         ModelFileError: the file has become shorter.
@@ -505,7 +520,7 @@ def values(tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> QuantizedTensor:
-    """Return a matrix of a type in `gguf_blocks`, packed for the native kernel.
+    """Return a matrix as the native kernel reads it: its blocks are rearranged, and no value changes.
 
     Args:
         tensor: the matrix.
@@ -546,7 +561,7 @@ def _chunks(tensor: TensorInfo, size: int) -> Iterator[np.ndarray[Any, np.dtype[
 
 
 def _unpacked(stored: np.ndarray[Any, np.dtype[np.uint8]], name: str, kind: Any) -> Tensor:
-    """Return the numbers of some blocks, in one dimension."""
+    """Return the numbers in some blocks, as a flat tensor."""
     import gguf
 
     if name in FLOATS:

@@ -35,6 +35,7 @@ class BlockType(NamedTuple):
 
 
 def _half(columns: _Array) -> _Array:
+    """Read pairs of bytes as float16, and return them in float32."""
     return np.ascontiguousarray(columns).view(np.float16).astype(np.float32)
 
 
@@ -52,40 +53,49 @@ def _upper_bits(stored: _Array, bits: int, width: int) -> _Array:
 
 
 def _one_bit(stored: _Array) -> _Array:
+    """Return the bits of each block, the lowest of a byte first."""
     bits: _Array = np.unpackbits(stored, axis=1, bitorder="little")
     return bits
 
 
 def _q4_0(blocks: _Array) -> _Parts:
+    """Take blocks of Q4_0 apart."""
     scale = _half(blocks[:, :2])
+    # codes are stored with 8 added, so the smallest number is -8 times the scale
     return _nibbles(blocks[:, 2:], 16), scale, -8 * scale
 
 
 def _q4_1(blocks: _Array) -> _Parts:
+    """Take blocks of Q4_1 apart."""
     return _nibbles(blocks[:, 4:], 16), _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
 def _q5_0(blocks: _Array) -> _Parts:
+    """Take blocks of Q5_0 apart."""
     scale = _half(blocks[:, :2])
     return _nibbles(blocks[:, 6:], 16) | _one_bit(blocks[:, 2:6]) << 4, scale, -16 * scale
 
 
 def _q5_1(blocks: _Array) -> _Parts:
+    """Take blocks of Q5_1 apart."""
     codes = _nibbles(blocks[:, 8:], 16) | _one_bit(blocks[:, 4:8]) << 4
     return codes, _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
 def _q8_0(blocks: _Array) -> _Parts:
+    """Take blocks of Q8_0 apart."""
     scale = _half(blocks[:, :2])
     return blocks[:, 2:] ^ 128, scale, -128 * scale  # signed codes as unsigned ones
 
 
 def _q2_k(blocks: _Array) -> _Parts:
+    """Take blocks of Q2_K apart."""
     levels, stored, scale, minimum = np.hsplit(blocks, [16, 80, 82])
     return _upper_bits(stored, 2, 32), _half(scale) * (levels & 15), -_half(minimum) * (levels >> 4)
 
 
 def _q3_k(blocks: _Array) -> _Parts:
+    """Take blocks of Q3_K apart."""
     upper, stored, levels, scale = np.hsplit(blocks, [32, 96, 108])
     lowest = _nibbles(levels[:, :8], 8)
     highest = _upper_bits(levels[:, 8:], 2, 4)
@@ -94,19 +104,21 @@ def _q3_k(blocks: _Array) -> _Parts:
 
 
 def _levels(stored: _Array) -> tuple[_Array, _Array]:
-    """Return the 6-bit levels of scales and minimums of Q4_K and Q5_K."""
+    """Unpack the 6-bit scales and minimums of Q4_K and Q5_K."""
     first, second, third = np.hsplit(stored, 3)
     scales = np.hstack((first & 63, (third & 15) | ((first >> 2) & 48)))
     return scales, np.hstack((second & 63, (third >> 4) | ((second >> 2) & 48)))
 
 
 def _q4_k(blocks: _Array) -> _Parts:
+    """Take blocks of Q4_K apart."""
     scale, minimum, levels, stored = np.hsplit(blocks, [2, 4, 16])
     scales, minimums = _levels(levels)
     return _nibbles(stored, 32), _half(scale) * scales, -_half(minimum) * minimums
 
 
 def _q5_k(blocks: _Array) -> _Parts:
+    """Take blocks of Q5_K apart."""
     scale, minimum, levels, upper, stored = np.hsplit(blocks, [2, 4, 16, 48])
     scales, minimums = _levels(levels)
     codes = _nibbles(stored, 32) | _upper_bits(upper, 1, 32) << 4
@@ -114,6 +126,7 @@ def _q5_k(blocks: _Array) -> _Parts:
 
 
 def _q6_k(blocks: _Array) -> _Parts:
+    """Take blocks of Q6_K apart."""
     lower, upper, levels, scale = np.hsplit(blocks, [128, 192, 208])
     scales = _half(scale) * levels.view(np.int8)
     return _nibbles(lower, 64) | _upper_bits(upper, 2, 32) << 4, scales, -32 * scales
@@ -135,7 +148,7 @@ TYPES = {
 
 
 def split(kind: BlockType, stored: _Array, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and minimums of the blocks of some rows, each with a row for each.
+    """Return the codes, scales and minimums of the blocks of some rows, one row of each for every row.
 
     Args:
         kind: one of `TYPES`.

@@ -58,6 +58,7 @@ class Family:
 
 
 def _llama(file: GGUFFile) -> Fields:
+    """Return the fields of Llama and Mixtral."""
     fields = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
     if experts := file.integer("expert_count", 0):
         return {
@@ -70,6 +71,7 @@ def _llama(file: GGUFFile) -> Fields:
 
 
 def _granite(file: GGUFFile) -> Fields:
+    """Return the fields of Granite."""
     return {
         **_llama(file),
         "embedding_multiplier": file.number("embedding_scale", 1.0),
@@ -80,7 +82,7 @@ def _granite(file: GGUFFile) -> Fields:
 
 
 def _used(file: GGUFFile) -> int:
-    """Return how many experts a token goes to.
+    """Return the number of experts that each token is routed to.
 
     Raises:
         ModelFileError: there are not so many.
@@ -92,6 +94,7 @@ def _used(file: GGUFFile) -> int:
 
 
 def _experts(file: GGUFFile) -> Fields:
+    """Return the fields that all mixtures of experts of Qwen have."""
     return {
         "num_experts": file.integer("expert_count"),
         "num_experts_per_tok": _used(file),
@@ -102,21 +105,25 @@ def _experts(file: GGUFFile) -> Fields:
 
 
 def _qwen2_moe(file: GGUFFile) -> Fields:
+    """Return the fields of Qwen2-MoE."""
     width = file.shape("blk.0.ffn_down_shexp.weight")[-1]
     return {**_experts(file), "shared_expert_intermediate_size": width, "norm_topk_prob": False}
 
 
 def _qwen3_moe(file: GGUFFile) -> Fields:
+    """Return the fields of Qwen3-MoE."""
     return {**_experts(file), "norm_topk_prob": True}
 
 
 def _phi3(file: GGUFFile) -> Fields:
+    """Return the fields of Phi-3."""
     trained = file.integer("rope.scaling.original_context_length", file.integer("context_length"))
     window = file.integer("attention.sliding_window", 0)
     return {"sliding_window": window or None, "original_max_position_embeddings": trained}
 
 
 def _gemma2(file: GGUFFile) -> Fields:
+    """Return the fields of Gemma 2."""
     return {
         "sliding_window": file.integer("attention.sliding_window"),
         "attn_logit_softcapping": file.number("attn_logit_softcapping", 50.0),
@@ -126,6 +133,7 @@ def _gemma2(file: GGUFFile) -> Fields:
 
 
 def _gemma3(file: GGUFFile) -> Fields:
+    """Return the fields of Gemma 3."""
     cap = file.number("final_logit_softcapping", 0.0)
     window = file.integer("attention.sliding_window", 0)
     return {
@@ -142,13 +150,16 @@ def _gemma3(file: GGUFFile) -> Fields:
 
 
 def _query_scalar(file: GGUFFile, largest: int) -> int:
-    """Return the number whose root divides the scores of Gemma: another one in its largest model, of so many layers."""
+    """Return Gemma's ``query_pre_attn_scalar``, which differs in the family's largest model: the one with ``largest``
+    layers.
+    """
     if file.integer("block_count") == largest:
         return file.integer("embedding_length") // file.integer("attention.head_count")
     return _head_dim(file)
 
 
 def _gpt2(file: GGUFFile) -> Fields:
+    """Return the fields of GPT-2, which have other names."""
     return {
         "n_embd": file.integer("embedding_length"),
         "n_layer": file.integer("block_count"),
@@ -159,10 +170,12 @@ def _gpt2(file: GGUFFile) -> Fields:
 
 
 def _starcoder2(file: GGUFFile) -> Fields:
+    """Return the fields of StarCoder 2."""
     return {"use_bias": "blk.0.attn_q.bias" in file.tensors, "sliding_window": None}
 
 
 def _stablelm(file: GGUFFile) -> Fields:
+    """Return the fields of StableLM."""
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
@@ -172,10 +185,12 @@ def _stablelm(file: GGUFFile) -> Fields:
 
 
 def _nemotron(file: GGUFFile) -> Fields:
+    """Return the fields of Nemotron."""
     return {**_llama(file), "hidden_act": "relu2", "partial_rotary_factor": _rotated(file)}
 
 
 def _lfm2(file: GGUFFile) -> Fields:
+    """Return the fields of LFM2, whose layers are attention or convolution."""
     heads = file.metadata["lfm2.attention.head_count_kv"]
     kinds = ["full_attention" if number else "conv" for number in heads] if isinstance(heads, list) else None
     return {
@@ -187,6 +202,7 @@ def _lfm2(file: GGUFFile) -> Fields:
 
 
 def _qwen35(file: GGUFFile) -> Fields:
+    """Return the fields of Qwen3.5, whose layers are full or linear attention."""
     value_heads, sections = file.integer("ssm.time_step_rank"), file.metadata.get("qwen35.rope.dimension_sections")
     if value_heads < 1 or not isinstance(sections, list) or not all(isinstance(part, int) for part in sections):
         raise ModelFileError(f"{file.path} names no heads of linear attention, or no sections. Download it again.")
@@ -203,7 +219,8 @@ def _qwen35(file: GGUFFile) -> Fields:
 
 
 def _of_qwen35(config: Any, name: str) -> Callable[[Tensor], Tensor] | None:
-    """Return how a tensor of linear attention is restored: its value heads are stored by their number within a group.
+    """Return the function that restores a tensor of linear attention, whose value heads are stored in another order;
+    ``None`` for other tensors.
 
     Args:
         config: of the model.
@@ -270,7 +287,7 @@ def family_of(file: GGUFFile) -> Family:
 
 
 def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
-    """Return the fields of the configuration of transformers, ``model_type`` among them.
+    """Return the fields of transformers' configuration for the model in a file.
 
     Args:
         file: the file.
@@ -343,7 +360,7 @@ def _head_dim(file: GGUFFile) -> int:
 
 
 def _rotated(file: GGUFFile) -> float:
-    """Return the share of a head's width that rotates.
+    """Return the share of a head's dims that rotate.
 
     Raises:
         UnsupportedModelError: it is no share, or not all of it where transformers' model rotates all.
@@ -359,7 +376,7 @@ def _rotated(file: GGUFFile) -> float:
 
 
 def _rotation(file: GGUFFile) -> Fields:
-    """Return the parameters of rotary positions.
+    """Return transformers' ``rope_parameters`` for the model in a file.
 
     Raises:
         UnsupportedModelError: the frequencies are scaled in a way that kvkeep does not read.
@@ -389,18 +406,21 @@ def _rotation(file: GGUFFile) -> Fields:
 
 
 def _table(file: GGUFFile, name: str) -> list[float]:
+    """Return a tensor of the file as a list of numbers."""
     file.shape(name)
     return [short_float(number) for number in values(file.tensors[name], torch.float32).tolist()]
 
 
 def _llama3(file: GGUFFile, theta: float, rotated: int) -> Fields:
-    """Return the scaling of Llama 3.1 and later from the frequencies' divisors in a file.
+    """Return the rotary scaling of Llama 3.1 and later, recognised by the divisors of frequencies that the file
+    holds.
 
     Raises:
         UnsupportedModelError: the divisors are those of another rule.
     """
     stored = torch.tensor(_table(file, _FREQUENCIES))
     factor = float(stored.max())
+    # the file does not say for which length its frequencies were computed, so the likely ones are tried
     for trained in (_LLAMA3["original_max_position_embeddings"], file.integer("context_length")):
         waves = 2 * math.pi * theta ** (torch.arange(0, rotated, 2).float() / rotated)
         low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]

@@ -74,7 +74,9 @@ _ENDS = {
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
-    """Return the tokens that end a text: those that the file names as such, the first one before the others."""
+    """Return the ids of the tokens that end a text: first those that the file names, then others known by their
+    text.
+    """
     tokens, kinds = _vocabulary(file)
     named = [_special(file, name, len(tokens)) for name in ("eos", "eot", "eom")]
     known = (at for at, token in enumerate(tokens) if kinds[at] in (_CONTROL, _USER_DEFINED) and token in _ENDS)
@@ -82,7 +84,7 @@ def end_tokens(file: GGUFFile) -> list[int]:
 
 
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a file.
+    """Build the tokenizer that a file describes.
 
     Raises:
         ModelFileError: the file has no vocabulary, a damaged one, or one that does not fit its weights.
@@ -136,13 +138,13 @@ class _Handed:
 
 
 def _whole(tokens: list[str], kinds: list[int], backend: Tokenizer) -> list[str]:
-    """Return the ordinary tokens that stay whole wherever their characters stand, such as ``<think>``."""
+    """Return the ordinary tokens that must never be split, such as ``<think>``."""
     known = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED)
     return [token for token in known if backend.token_to_id(token) is not None]
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """Return the tokens and their kinds.
+    """Return the texts of all tokens, and their kinds.
 
     Raises:
         ModelFileError: there are none, or they do not fit each other.
@@ -157,7 +159,7 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
 
 
 def _special(file: GGUFFile, name: str, tokens: int) -> int | None:
-    """Return the number of a token with a role; ``None`` if the file names none.
+    """Return the id of the token with a role such as ``bos``; ``None`` if the file names none.
 
     Raises:
         ModelFileError: the vocabulary has no such token.
@@ -172,7 +174,7 @@ def _special(file: GGUFFile, name: str, tokens: int) -> int | None:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """Return byte-level BPE, whose merges the file lists.
+    """Build a byte-level BPE tokenizer from the merges that a file lists.
 
     Raises:
         ModelFileError: there are no merges, or they do not fit the vocabulary.
@@ -206,7 +208,7 @@ def _byte_level(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenize
 
 
 def _halves(file: GGUFFile, merge: object) -> tuple[str, str]:
-    """Return the two tokens of a merge.
+    """Split a merge into its two tokens.
 
     Raises:
         ModelFileError: it has not two.
@@ -218,7 +220,7 @@ def _halves(file: GGUFFile, merge: object) -> tuple[str, str]:
 
 
 def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> BPE:
-    """Return a model of merges.
+    """Build a BPE model from a vocabulary and merges.
 
     Raises:
         ModelFileError: a merge is of tokens that the vocabulary does not have.
@@ -230,7 +232,7 @@ def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **opt
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """Return SentencePiece BPE with bytes for what has no token.
+    """Build a SentencePiece BPE tokenizer, with single bytes for what has no token.
 
     A text and each part after a special token begin with a space, unless the file says otherwise.
 
@@ -255,7 +257,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Token
 
 
 def _order(file: GGUFFile, tokens: list[str], *, by_score: bool) -> list[int]:
-    """Return the tokens in the order in which merges lead to them.
+    """Return the token ids in the order in which merges produce the tokens.
 
     Raises:
         ModelFileError: the tokens have no scores.
@@ -272,7 +274,7 @@ def _order(file: GGUFFile, tokens: list[str], *, by_score: bool) -> list[int]:
 
 
 def _merges(tokens: list[str], kinds: list[int], order: list[int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, in the order of the tokens that they make."""
+    """Return all pairs of tokens that together are a token, in the order of those tokens."""
     left_out = {_UNKNOWN, _CONTROL, _UNUSED, _BYTE}
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in left_out}
     return [
@@ -285,7 +287,7 @@ def _merges(tokens: list[str], kinds: list[int], order: list[int]) -> list[tuple
 
 
 def _enclose(file: GGUFFile, backend: Tokenizer, tokens: list[str]) -> None:
-    """Let a text begin and end with the special tokens that the file asks for."""
+    """Add the special tokens with which a text begins and ends, if the file asks for them."""
     begins = (
         file.metadata.get("tokenizer.ggml.model") == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     )

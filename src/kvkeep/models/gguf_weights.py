@@ -41,7 +41,8 @@ class WeightSource(NamedTuple):
 
 
 def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
-    """Return what fills each parameter of a model, after a check that the shapes fit and no tensor is left over.
+    """Return where each parameter of a model comes from, after checking shapes, and that no tensor of the file is
+    left over.
 
     Args:
         file: the file.
@@ -82,7 +83,7 @@ def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
-    """Yield the parameters of a model, with what fills them. Tied ones are left out."""
+    """Yield each parameter of a model with the tensors that fill it. Tied parameters are left out."""
     import gguf
 
     family, config = family_of(file), model.config
@@ -97,10 +98,12 @@ def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, Weight
             yield parameter, _source(family, config, f"blk.{_number(parameter)}.{_STATES[suffix]}")
             continue
         if suffix == "gate_up_proj":
+            # transformers joins what a file has in two tensors
             parts = tuple(f"blk.{_number(parameter)}.ffn_{part}_exps.weight" for part in ("gate", "up"))
             yield parameter, WeightSource(parts)
             continue
         if suffix not in ("weight", "bias"):
+            # the joined weights of experts are parameters without a suffix; llama.cpp gives every tensor one
             stem, suffix = parameter, "weight"
         if (known_name := known.get_name(stem)) is None:
             raise UnsupportedModelError(
@@ -116,6 +119,7 @@ def _number(parameter: str) -> str:
 
 
 def _source(family: Family, config: Any, name: str) -> WeightSource:
+    """Return how a parameter is made from the tensor of this name."""
     heads = 0
     if family.permutes and ".attn_q." in name:
         heads = config.num_attention_heads
@@ -159,7 +163,7 @@ def state_dict(
 
 
 def packed_bytes(file: GGUFFile, model: PreTrainedModel) -> int:
-    """Return the bytes of a model's weights in memory, where all that can be stays packed.
+    """Return how many bytes a model's weights will take in memory if all that can stay packed does.
 
     Args:
         file: the file.
@@ -181,19 +185,21 @@ def packed_bytes(file: GGUFFile, model: PreTrainedModel) -> int:
 
 
 def _packable(file: GGUFFile, model: PreTrainedModel, found: Mapping[str, WeightSource]) -> set[str]:
-    """Return the parameters that the native kernel can read as the file has them."""
+    """Return the parameters that can stay packed as the file has them."""
     layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding))
     matrices = {f"{name}.weight" for name in layers}
     return {name for name, source in found.items() if name in matrices and _stays_packed(file, source)}
 
 
 def _stays_packed(file: GGUFFile, source: WeightSource) -> bool:
+    """Return whether the native kernel can read a tensor in the file's own format."""
     tensor = file.tensors[source.names[0]]
     is_plain = not (source.offset or source.transposed or source.restore) and len(source.names) == 1
     return is_plain and tensor.type in gguf_blocks.TYPES and QuantizedTensor.can_have(tensor.shape)
 
 
 def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
+    """Return a parameter's values, with the file's changes to them undone."""
     if source.offset or source.restore is not None:
         tensor = values(file.tensors[source.names[0]], torch.float32) - source.offset
         tensor = (tensor if source.restore is None else source.restore(tensor)).to(dtype)
@@ -201,12 +207,13 @@ def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
         parts = [values(file.tensors[name], dtype) for name in source.names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if source.heads:
+        # llama.cpp rotates neighbouring dims, transformers those half a head apart, and rows are stored accordingly
         tensor = tensor.view(source.heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     return tensor.T.contiguous() if source.transposed else tensor
 
 
 def unpacked(file: GGUFFile, model: PreTrainedModel) -> str | None:
-    """Return a sentence about tensors that have been unpacked; ``None`` if there are none.
+    """Return a sentence about the tensors that had to be unpacked; ``None`` if none had to be.
 
     Args:
         file: the file.

@@ -44,6 +44,7 @@ from kvkeep.models.files import (
     check_index,
     check_numbers,
     check_shape,
+    check_shards,
     check_size,
     explained,
     is_gguf,
@@ -142,7 +143,7 @@ def read_weights(
     merge: bool = False,
     fused: bool | None = None,
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint with its weights, see `load`.
+    """Load the weights of a checkpoint, and return its model, attached and ready to run.
 
     Args:
         checkpoint: the checkpoint.
@@ -186,12 +187,14 @@ def read_weights(
 
 @functools.cache
 def _warn_once(message: str) -> None:
+    """Log a warning, once for each message."""
     _log.warning("%s", message)
 
 
 def _read(
     checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device, quantisation: dict[str, Any]
 ) -> PreTrainedModel:
+    """Load the model of a checkpoint that is stored as safetensors or pickles."""
     check_readable(checkpoint.name, checkpoint.config)
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     check_size(checkpoint.name, checkpoint.parameters)
@@ -209,6 +212,8 @@ def _read(
             **quantisation,
         )
     _check_complete(checkpoint.name, report)
+    with explained(checkpoint.name, "Its weights cannot be read"):
+        check_shards(checkpoint.name, checkpoint.config)
     _check_left_over(checkpoint.name, model, sorted(report["unexpected_keys"]))
     return model
 
@@ -258,7 +263,7 @@ def embedded() -> str:
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fill all tensors of the model; transformers would only log it.
+    """Refuse weights that do not fill all tensors of the model.
 
     Raises:
         ModelFileError: tensors are missing or have other shapes.
@@ -277,7 +282,7 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
 
 
 def _check_left_over(name: str, model: PreTrainedModel, tensors: Sequence[str]) -> None:
-    """Refuse weights of more layers than the model has, and log the names of other tensors that the model lacks.
+    """Refuse weights of more layers than the model has. Other tensors that the model does not take are only logged.
 
     Layers that predict further tokens, which some checkpoints hold behind the others, are named like other tensors.
 
@@ -305,7 +310,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def _unnumbered(name: str) -> str:
-    """Return the name of a tensor without the numbers of its layers and experts."""
+    """Replace the numbers in a tensor's name by ``*``."""
     return _NUMBER.sub("*", name)
 
 
@@ -321,7 +326,7 @@ def _shown(tensors: Sequence[str], most: int = 5) -> str:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """Read the configuration of a decoder that transformers has.
+    """Read a model's configuration, and refuse one that is not of a decoder known to transformers.
 
     Args:
         name: a hub name, a folder, or a configuration file.
@@ -366,20 +371,22 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without memory for its weights, and check that kvkeep reaches its attention and cache.
+    """Build a model on the meta device, and check that kvkeep can attend for it.
 
     Raises:
         ModelFileError: the configuration's values cannot be used.
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
     with explained(name, f"Its {part_of(name)} holds values that cannot be used"), torch.device("meta"):
+        # transformers writes into the configuration that it is given
         skeleton: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
+        # refuses a model whose layers no cache can hold
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files.
+    """Load the tokenizer, and refuse an empty one, which transformers makes for some families without files.
 
     Raises:
         ModelFileError: the tokenizer cannot be read, or is empty.
@@ -471,7 +478,7 @@ def load_with_tokenizer(
 
 @contextmanager
 def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
-    """Call a function with prompt tokens after each decoder layer, while the context lasts.
+    """Call ``on_read`` after each decoder layer, with the layer's share of the prompt's tokens, in the context.
 
     A layer's call gets its share of the tokens: over all layers the shares add up to the prompt, padding included. Runs
     over one token per row are left out, since most of them write.
@@ -496,7 +503,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
 
 def _layers(model: Model) -> Sequence[nn.Module]:
-    """Return the decoder layers; ``[]`` if no module list has their number."""
+    """Return the decoder layers of a model; ``[]`` if they cannot be found."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
     return next((list(part) for part in lists if len(part) == count), [])
@@ -514,6 +521,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
     """
     with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
         torch.manual_seed(seed)
+        # transformers writes into the configuration that it is given
         config = copy.deepcopy(writer.model.config)
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
@@ -559,7 +567,7 @@ def join_processes() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Leave the process group when the context ends, if this process has joined one."""
+    """Leave the process group at the end of the context."""
     try:
         yield
     finally:

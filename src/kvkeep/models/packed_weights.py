@@ -52,7 +52,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -> int:
-    """Replace the linear layers of a model that runs on a CPU, in place, and return how many were replaced.
+    """Replace linear layers by packed ones, in place. Return how many were replaced.
 
     The plain weights are dropped, so that nothing is stored twice; the model can no longer be trained or saved. Some
     layers stay as they are: quantised ones, layers with hooks, on another device or in another dtype, parts of
@@ -87,7 +87,7 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
 
 @torch.inference_mode()
 def faster(layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether products of so many rows are faster with packed weights.
+    """Return whether products with ``rows`` rows are faster with packed weights on this processor, by timing both.
 
     The first layers, up to `TIMED_BYTES` of weights, are run one after the other several times, as in decode steps, so
     that the processor's caches are cold; the medians are compared.
@@ -111,6 +111,7 @@ def faster(layers: list[nn.Linear], rows: int) -> bool:
 
 
 def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
+    """Return whether a linear layer has ordinary weights on the CPU, and no hooks."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks)
     weight = layer.weight
     if type(weight) is not nn.Parameter:  # e.g. quantised: it says that it has the dtype of its products
@@ -119,7 +120,7 @@ def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Return whether this build of torch has the operations (no stable interface) on this processor."""
+    """Return whether this build of torch has the operations for packed weights, by trying them."""
     try:
         blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
         PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))

@@ -26,6 +26,7 @@ from kvkeep.models.fused_modules import (
     epsilon_of,
     fusable,
     fuse_linear,
+    gate_parts,
     is_kernels,
     is_still,
     mixed,
@@ -48,12 +49,12 @@ _LEFT = "_kvkeep_left_plain"
 
 
 def is_wanted(fused: bool | None) -> bool:
-    """Return whether modules are to be fused: what the caller says, or else the environment; by default they are."""
+    """Return whether modules are to be fused: as the caller says, else as the environment says, else yes."""
     return os.environ.get(SWITCH, "1") != "0" if fused is None else fused
 
 
 def prepare(model: nn.Module, fused: bool | None = None) -> None:
-    """Fuse the modules of a model, see `fuse_modules`, if that is wanted.
+    """Fuse the modules of a model if that is wanted, see `fuse_modules`.
 
     kvkeep calls it for every model that it loads or runs. What is fused already stays as it is.
 
@@ -71,7 +72,7 @@ def prepare(model: nn.Module, fused: bool | None = None) -> None:
 
 
 def fuse_modules(model: nn.Module) -> int:
-    """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
+    """Replace modules by ones that call the native kernel, in place. Return how many were replaced.
 
     Changed are norms by the root mean square, feed-forward layers ``down(act(gate(x)) * up(x))``, linear layers,
     decoder layers and decoders made of these. Each is a single call then, for steps of a few rows outside of autograd;
@@ -99,7 +100,7 @@ def fuse_modules(model: nn.Module) -> int:
 
 
 def describe(model: nn.Module) -> str:
-    """Return in words how a model's decode steps run, and why they run no faster."""
+    """Return a phrase for how a model's decode steps run, and why they run no faster."""
     modules = list(model.modules())
     layers = sum(isinstance(module, FusedLayer) for module in modules)
     products = sum(type(module) is FusedLinear for module in modules)
@@ -121,7 +122,7 @@ def describe(model: nn.Module) -> str:
 
 
 def restore_modules(model: nn.Module) -> None:
-    """Give fused modules their own classes back, in place, and let the model stay so."""
+    """Give fused modules their original classes back, in place. The model is not fused again."""
     vars(model)[_LEFT] = True
     modules: list[nn.Module] = [*model.modules()]
     for module in modules:
@@ -134,14 +135,14 @@ def restore_modules(model: nn.Module) -> None:
 
 
 def weight_layout(model: nn.Module) -> tuple[bool, bool]:
-    """Return whether linear layers of a model have been fused, and whether some have been packed."""
+    """Return whether some linear layers of a model are fused, and whether some are packed."""
     kinds = {type(module) for module in model.modules()}
     return FusedLinear in kinds, PackedLinear in kinds
 
 
 def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) -> int:
-    """Pack the weights of a job whose steps have so many rows, where that is faster; return the number of layers that
-    were packed.
+    """Pack the weights for a job whose steps have ``rows`` rows, if that is faster. Return how many layers were
+    packed.
 
     Args:
         model: the model.
@@ -157,7 +158,7 @@ def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None
 
 
 def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
-    """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
+    """Fuse a module if it is an RMS norm. Return whether it was fused."""
     weight = getattr(module, "weight", None)
     epsilon = epsilon_of(module)
     if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
@@ -171,6 +172,7 @@ def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
 
     key = alike(module)
     if key not in trials:
+        # gemma's norms multiply with 1 + weight, the others with weight
         trials[key] = next(filter(agrees_with, (0.0, 1.0)), None)
     if (plus := trials[key]) is None:
         return False
@@ -180,10 +182,10 @@ def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
 
 
 def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
-    """Fuse a module if it is a feed-forward layer with a gate under SiLU or GELU; return whether it was fused."""
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
+    """Fuse a module if it is a gated feed-forward layer with SiLU or GELU. Return whether it was fused."""
+    if (parts := gate_parts(module)) is None:
         return False
+    _, gate, up, down = parts
 
     def agrees_with(activation: int) -> bool:
         kernel = functools.partial(layer_ops.gated, gate=gate, up=up, down=down, activation=activation)
@@ -200,7 +202,8 @@ def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
 
 
 def _fuse_qkv(module: nn.Module) -> None:
-    """Let query, key and value of a fused attention be computed together, if its code hands one tensor to all three.
+    """Let the projections of query, key and value be computed in one call, if attention's code applies all three to
+    one tensor.
 
     Otherwise do nothing.
     """
@@ -216,9 +219,8 @@ def _fuse_qkv(module: nn.Module) -> None:
 
 @functools.cache
 def _calls_of_projections(kind: type[nn.Module]) -> list[tuple[str, str]]:
-    """Return the names of the projections of query, key and value that a class's code calls, and what it hands to each.
-
-    Return ``[]`` if there is no source.
+    """Return the projections that the code of an attention class calls, with the name of each one's argument; ``[]``
+    without source code.
     """
     try:
         return re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(kind.forward))

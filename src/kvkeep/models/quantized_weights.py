@@ -7,10 +7,13 @@ with a package for each format. What is missing is said before weights are read.
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,18 +46,23 @@ class _Format:
 
 
 def _int8() -> TorchAoConfig:
+    """Return torchao's configuration for int8 weights."""
+
     from torchao.quantization import Int8WeightOnlyConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def _fp8() -> TorchAoConfig:
+    """Return torchao's configuration for fp8 weights."""
+
     from torchao.quantization import Float8WeightOnlyConfig
 
     return TorchAoConfig(Float8WeightOnlyConfig())
 
 
 def _4bit() -> BitsAndBytesConfig:
+    """Return bitsandbytes' configuration for 4-bit weights."""
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
@@ -82,7 +90,7 @@ def is_packable(device: torch.device) -> bool:
 
 
 def check_format(name: str | None, device: torch.device) -> None:
-    """Refuse a format that is unknown, or that cannot be used on a device. ``None`` is no format.
+    """Refuse a format of weights that is unknown, or cannot be used on this device.
 
     Raises:
         InputError: the format is unknown, or a package, the native kernel or CUDA is missing.
@@ -108,8 +116,7 @@ def check_format(name: str | None, device: torch.device) -> None:
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which transformers quantizes weights while it loads them; an empty mapping for
-    ``None``.
+    """Return the arguments for ``from_pretrained`` that quantize weights while they are loaded.
 
     Args:
         name: one of `KNOWN`.
@@ -202,12 +209,38 @@ class _Pack(ConversionOps):
         if self._bits is not None and not isinstance(weight, QuantizedTensor):
             module = model.get_submodule(full_layer_name.rpartition(".")[0])
             is_table = isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
-            weight = QuantizedTensor.quantize(weight, 8 if is_table else self._bits)
+            weight = QuantizedTensor.quantize(weight, 8 if is_table else self._bits, _let_go)
         return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
 
 
+def _let_go(weight: Tensor) -> None:
+    """Let pages of a checkpoint that were mapped to read a part of a weight leave this process's memory.
+
+    Else the peak would be that of all plain weights. Nothing is lost: the pages hold what the file holds, from which
+    they come again if somebody asks. Memory that is no such mapping stays, as does everything without ``/proc``.
+    """
+    page = mmap.PAGESIZE
+    begin, end = -(-weight.data_ptr() // page) * page, (weight.data_ptr() + weight.nbytes) // page * page
+    if weight.is_cpu and begin < end and _is_mapped(begin, end):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _is_mapped(begin: int, end: int) -> bool:
+    """Return whether addresses belong to a file that is mapped. Memory that is none has the inode 0."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        addresses, _rights, _offset, _device, inode = line.split()[:5]
+        low, high = (int(address, 16) for address in addresses.split("-"))
+        if low <= begin and end <= high:
+            return inode != "0"
+    return False
+
+
 def kept_packed() -> dict[str, Any]:
-    """Return the arguments with which transformers leaves every `QuantizedTensor` of a state dict as it is."""
+    """Return the arguments for ``from_pretrained`` under which weights that are packed already stay so."""
     return {"quantization_config": PackedConfig()}
 
 
@@ -218,7 +251,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """Return in words how a model's weights are stored."""
+    """Return a phrase for how a model's weights are stored."""
     weights = list(model.parameters())
     bits = Counter(weight.bits for weight in weights if isinstance(weight, QuantizedTensor))
     counts = [
@@ -232,7 +265,7 @@ def describe(model: nn.Module) -> str:
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """Return the method with which a checkpoint is quantized; ``None`` if it is not."""
+    """Return the name of the method by which a checkpoint is quantized; ``None`` if it is not."""
     fields = getattr(config, "quantization_config", None)
     if fields is None:
         return None
@@ -265,7 +298,7 @@ def check_readable(name: str, config: PreTrainedConfig) -> None:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tensor: itself, or the data and scales of a quantized one.
+    """Yield the plain tensors that a tensor consists of: itself, or the data and scales of a quantized one.
 
     Of a tensor that processes share, yield this process's part.
     """

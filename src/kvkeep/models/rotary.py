@@ -46,11 +46,11 @@ class LengthRule:
         return bool(self.switches or self.grows)
 
     def key(self, n: int) -> Hashable:
-        """Return a value that is equal for lengths with the same frequencies."""
+        """Return a value that is equal for text lengths with equal rotary frequencies."""
         return tuple(n > border for border in self.switches), tuple(n if n > border else 0 for border in self.grows)
 
     def refusal(self, past: int, n: int) -> str | None:
-        """Return why a memory of ``past`` tokens cannot go on with a prompt that ends at ``n``; ``None`` if it can."""
+        """Return the reason why a memory of ``past`` tokens cannot be continued to ``n`` tokens; ``None`` if it can."""
         if not past or self.key(past) == self.key(n):
             return None
         border = min(border for border in (*self.switches, *self.grows) if n > border)
@@ -68,19 +68,21 @@ def follows_length(module: nn.Module) -> bool:
 
 
 def _follows(kind: object) -> bool:
-    """Return whether a type of rotary embedding has frequencies that follow the length of the text."""
+    """Return whether the frequencies of this type of rotary embedding depend on the length of the text."""
     return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
 
 
 def _each(module: Any) -> tuple[list[Any], list[str | None]]:
-    """Return a rotary embedding and the types of layers for which its frequencies follow the length, as two columns."""
+    """Return the types of layers for which a rotary embedding depends on the length, as two columns for `map`: the
+    embedding, and the type.
+    """
     kinds = module.rope_type
     types = [name for name, kind in kinds.items() if _follows(kind)] if isinstance(kinds, Mapping) else [None]
     return [module] * len(types), types
 
 
 def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
-    """Return ``longrope`` or ``dynamic``, and the length at which the frequencies begin to change."""
+    """Return ``longrope`` or ``dynamic``, and the length beyond which the frequencies change."""
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if kind == "longrope":
         parameters = module.config.rope_parameters
@@ -90,7 +92,7 @@ def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
 
 
 def _rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return what a rotary embedding puts out, with each text's own frequencies; a forward hook."""
+    """Recompute a rotary embedding's output with the frequencies of each text's own length; a forward hook."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     x, positions, layer_type = given["x"], given["position_ids"], given.get("layer_type")
     if not _follows(module.rope_type if layer_type is None else module.rope_type[layer_type]):
@@ -120,7 +122,7 @@ rotate_by_text: Callable[..., Any] = torch.compiler.disable(_rotate_by_text)
 
 
 def _shown_lengths(positions: Int[Tensor, "*A B T"]) -> Int[Tensor, "B T"]:
-    """Return the length of the text of each token."""
+    """Return the length of the text to which each token belongs."""
     ends = positions.amax(dim=-1, keepdim=True).expand_as(positions) + 1
     ends = ends.flatten(0, -3).amax(dim=0) if ends.dim() > 2 else ends
     told = lengths_read()

@@ -45,8 +45,7 @@ class SandboxProcess:
         return self._process is not None and self._starter == os.getpid() and self._process.poll() is None
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any] | None:
-        """Return the process's answer to a line; ``None`` if the process ends first or takes too long, and is
-        killed.
+        """Send a line to the process and return its answer; ``None`` if it ended or took too long and was killed.
 
         Raises:
             OSError: the process does not start.
@@ -71,6 +70,7 @@ class SandboxProcess:
     def end(self) -> None:
         """Kill the process, if there is one. A forked child leaves its parent's alone."""
         if self._process is not None and self._starter != os.getpid():
+            # else Python would warn at its end that the process still runs, or wait for it
             self._process.returncode = 0
         elif self._process is not None:
             self._process.kill()
@@ -79,6 +79,7 @@ class SandboxProcess:
         self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process, and wait until it is ready."""
         self._starter = os.getpid()
         # the script finds the packages that this process finds, but nothing in the working folder, which "" stands for
         places = os.pathsep.join(place for place in sys.path if place)
@@ -106,7 +107,7 @@ class SandboxProcess:
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-        """Return one line of the process as JSON; ``None`` if the process ends first.
+        """Read one line of the process as JSON; return ``None`` if the process ends first.
 
         Raises:
             TimeoutError: the time was over, and the process is killed.

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limit the memory that this process may still allocate; do nothing where the system cannot."""
+    """Limit the memory that this process may still allocate, where the system can."""
     with suppress(ImportError, OSError, ValueError):  # not Linux, or a limit above that of the user
         import resource
 
@@ -17,9 +17,10 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def serve(answer: Callable[[str], Mapping[str, object]], more_bytes: int) -> None:
-    """Report that the process is ready, limit its memory, and answer each line of standard input by one line of
-    JSON.
+    """Answer each line of standard input by one line of JSON, after saying that the process is ready and limiting its
+    memory.
     """
+    # whatever a library prints must not be taken for an answer
     answers, sys.stdout = sys.stdout, sys.stderr
     print("{}", file=answers, flush=True)
     limit_memory(more_bytes)

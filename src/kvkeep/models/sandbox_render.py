@@ -15,9 +15,7 @@ _LONGEST, _GROWTH = 2**20, 4
 
 
 def _answer(line: str) -> dict[str, str]:
-    """Render a chat template from a line of JSON, and return its ``text``, or an ``error`` if it fails or grows too
-    long.
-    """
+    """Render a chat template from a line of JSON. Return the ``text``, or an ``error``."""
     try:
         asked = json.loads(line)
         rendered = render_jinja_template([asked.pop("messages")], **asked)

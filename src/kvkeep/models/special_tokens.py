@@ -53,7 +53,9 @@ class SpecialTokens:
         self._lock = threading.Lock()
 
     def quote(self, value: Any) -> Any:
-        """Return a text, or lists and dictionaries of texts, with the characters of control tokens quoted."""
+        """Replace the characters of control tokens by unguessable words, in a text or in lists and dictionaries of
+        texts.
+        """
         if isinstance(value, str):
             return self._pattern.sub(lambda found: f"{_SALT}q{self._numbers[found[0]]}x", value)
         if isinstance(value, Mapping):
@@ -65,7 +67,9 @@ class SpecialTokens:
         return _QUOTED.search(text) is not None
 
     def renamed(self, text: str) -> str:
-        """Return a text as the tokenizer's copy reads it: control tokens by their other names, quoted ones as text."""
+        """Return a text as the copied tokenizer reads it: control tokens have new names, quoted ones their
+        characters.
+        """
         return self._either.sub(lambda found: self._text_of(found) if found[1] else self._name(found[0]), text)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -87,7 +91,9 @@ class SpecialTokens:
         return [ids_of_names.get(token, token) for token in found]
 
     def offsets(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span] | None:
-        """Return the characters of each token, in `renamed` if the text is quoted; ``None`` if they are not known."""
+        """Return the characters of each token, as spans of the `renamed` text if something is quoted; ``None`` if
+        they are unknown.
+        """
         if self.is_quoted(text):
             copied = self._copied(tokenizer)
             return copied and [*copied[0].encode(self.renamed(text), add_special_tokens=False).offsets]
@@ -99,18 +105,22 @@ class SpecialTokens:
         return offsets
 
     def _count(self, ids: list[int]) -> int:
+        """Return how many of the tokens are control tokens."""
         control = set(self._ids.values())
         return sum(token in control for token in ids)
 
     def _text_of(self, quoted: re.Match[str]) -> str:
+        """Return the characters that a match of `_QUOTED` stands for."""
         text: str = self._texts[int(quoted[1])]
         return text
 
     def _name(self, text: str) -> str:
+        """Return the new name of a control token."""
         return f"{_SALT}n{self._numbers[text]}x"
 
     def _copied(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Backend, Mapping[int, int]] | None:
-        """Return a copy of the tokenizer with other names of control tokens, and the ids that these stand for.
+        """Return a copy of the tokenizer with renamed control tokens, and the ids that the names stand for; ``None``
+        if it cannot be copied.
 
         It is made when a text first has the characters of a control token. ``None``: the tokenizer is Python code.
         """
@@ -121,6 +131,7 @@ class SpecialTokens:
         return self._copy
 
     def _made(self, described: str) -> tuple[Backend, Mapping[int, int]] | None:
+        """Copy a tokenizer from its JSON with renamed control tokens; ``None`` if neither way of renaming works."""
         for rename in (_renamed_everywhere, _renamed_where_added):
             found = json.loads(described)
             rename(found, {text: self._name(text) for text in self._texts})
@@ -133,7 +144,9 @@ class SpecialTokens:
         return None
 
     def _in_pieces(self, tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text, cut within each quoted control token, for tokenizers that cannot be copied."""
+        """Encode a text in pieces, cut inside each quoted control token so that none is recognised. For tokenizers
+        that cannot be copied.
+        """
         first, *others = _QUOTED.split(text)  # a text, a number, a text, …
         pieces = [first]
         for number, rest in zip(others[::2], others[1::2], strict=True):
@@ -159,18 +172,20 @@ def _renamed_everywhere(found: dict[str, Any], names: Mapping[str, str]) -> None
 
 
 def _renamed_where_added(found: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename tokens in the list of added tokens of a tokenizer's JSON."""
     for token in found["added_tokens"]:
         if token["content"] in names:
             token["content"] = names[token["content"]]
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a tokenizer's chat templates."""
     template = tokenizer.chat_template
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else template or ""
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """Return a regular expression of texts, the longest first, that is fast for thousands of them."""
+    """Return a regular expression that matches any of these texts, the longest first."""
     by_start: dict[str, list[str]] = {}
     for text in sorted(texts, key=len, reverse=True):
         by_start.setdefault(text[:2], []).append(text)
@@ -184,7 +199,7 @@ _KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, SpecialTokens]]
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Return the control tokens of a tokenizer, which are found once for each chat template and vocabulary."""
+    """Return the control tokens of a tokenizer, cached while its chat template and vocabulary stay the same."""
     state = (_template_text(tokenizer), len(tokenizer))
     known = _KNOWN.get(tokenizer)
     if known is None or known[0] != state:

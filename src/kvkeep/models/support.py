@@ -57,7 +57,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _remedy(other: object) -> str:
-    """Return the end of the error message about an object that is no transformers model."""
+    """Return the end of the message about an object that is no transformers model: what to give instead."""
     parts = other.named_modules() if isinstance(other, nn.Module) else ()
     if inside := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):
         return f", but holds one: give its part `{inside}`."
@@ -65,7 +65,7 @@ def _remedy(other: object) -> str:
 
 
 def generator(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model that generates text, see `unwrapped`.
+    """Return the transformers model that generates text, without wrappers around it.
 
     Raises:
         InputError: there is no model, it computes no logits, or it has no weights.
@@ -131,7 +131,7 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 def _caches_keys(config: PreTrainedConfig) -> bool:
-    """Return whether a decoder layer has keys, also keys that kvkeep cannot bound (refused later by name)."""
+    """Return whether some decoder layer caches keys."""
     try:
         return bool(windows_of(config))
     except UnsupportedModelError:  # see above
@@ -179,7 +179,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def placeholders(model: PreTrainedModel) -> dict[int, str]:
-    """Return the ids of tokens that stand for an image, a video or a sound, each with the word for it."""
+    """Return the ids of the tokens that stand for an image, a video or a sound, with a word for each kind."""
     config = model.config
     kinds = {"image": "an image", "video": "a video", "audio": "a sound"}
     named = ((getattr(config, f"{kind}_token_{end}", None), kinds[kind]) for kind in kinds for end in ("id", "index"))
@@ -210,7 +210,7 @@ def check_placeholders(model: PreTrainedModel, ids: Tensor, given: Mapping[str, 
 
 
 def check_positions(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse images and sounds after `BoundedCache.continue_with` where the model numbers their positions itself.
+    """Refuse images and sounds after `BoundedCache.continue_with` if the model itself numbers their positions.
 
     Args:
         model: the model.
@@ -231,7 +231,7 @@ def check_positions(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def _some(value: object) -> bool:
-    """Return whether an argument of a model's forward carries data, and is not only a setting."""
+    """Return whether an argument carries data, and is no mere setting."""
     if isinstance(value, dict):
         return any(map(_some, value.values()))
     return value is not None and not isinstance(value, int)
@@ -256,13 +256,13 @@ class IdleStepper:
         values: Float[Tensor, "B Hk T E"],
         **_: object,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Note the shapes, and return numbers that nobody may read."""
+        """Note the shapes, and return an uninitialised output of the right shape."""
         self.shapes = keys.shape, values.shape
         return query.new_empty((*query.shape[:-1], values.shape[-1]))
 
 
 def try_out(skeleton: PreTrainedModel) -> None:
-    """Run two tokens through a model without weights, to find out what kvkeep's attention would refuse.
+    """Run two tokens through a model on the meta device, and refuse what kvkeep's attention refuses.
 
     Errors of the model's own code pass: they may come from the missing numbers.
 
@@ -288,6 +288,7 @@ _ROUTED = {"XLORA", "POLY"}
 
 
 def _check_adapter(model: Any) -> None:
+    """Refuse adapters of PEFT that kvkeep cannot run: prompt learning, and weights that depend on the prompt."""
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(

@@ -35,9 +35,7 @@ def cores() -> int:
 
 
 def check(number: int | None) -> int | None:
-    """Return a number of threads, checked.
-
-    For ``None`` return that of the variable KVKEEP_THREADS, or ``None`` if it is not set.
+    """Return a number of threads, checked; for ``None`` that of the variable KVKEEP_THREADS, if it is set.
 
     Raises:
         InputError: the number is below 1 or above the number of cores, or the variable is no number.
@@ -71,7 +69,7 @@ def restored() -> Iterator[None]:
 
 
 def use(model: nn.Module, asked: int | None = None) -> int:
-    """Set torch's number of threads to the number asked for, or else to the `advised` one, and return it.
+    """Set torch's number of threads, and return it: the number asked for, or else the `advised` one.
 
     Raises:
         InputError: see `check`.
@@ -86,7 +84,8 @@ def use(model: nn.Module, asked: int | None = None) -> int:
 
 
 def advised(model: nn.Module) -> int:
-    """Return how many threads suit a model: torch's own choice, one for small models, fewer on a busy machine.
+    """Return how many threads suit a model on this machine: one for a small model, fewer than torch's choice if other
+    programs are busy.
 
     OMP_NUM_THREADS is obeyed. A model on another device keeps torch's choice.
     """
@@ -101,7 +100,8 @@ def advised(model: nn.Module) -> int:
 
 
 def choose(weight_bytes: int, most: int, load: float) -> int:
-    """Choose a number of threads: one for small models; otherwise all that are free, and at least half of them.
+    """Choose a number of threads: one for a small model; otherwise as many as there are free cores, at least half of
+    all.
 
     Args:
         weight_bytes: bytes of weights that a step reads.
@@ -110,12 +110,12 @@ def choose(weight_bytes: int, most: int, load: float) -> int:
     """
     if weight_bytes <= SMALL_BYTES:
         return 1
+    # other programs may end soon, and the number is chosen once
     return max(1, most // 2, most - round(load))
 
 
 def _load() -> float:
-    """Return how many cores other programs have kept busy since this module was imported, as a rule while a program
-    started.
+    """Return how many cores other programs have kept busy since this module was imported.
 
     Where the system does not tell, or too little time has passed, return how many cores were busy during the last
     minute.
@@ -138,7 +138,8 @@ class _Busy(NamedTuple):
 
 
 def _busy() -> _Busy | None:
-    """Return what has been counted so far; ``None`` where there is no such count.
+    """Return how long all cores have been busy so far, for all programs and for this one; ``None`` where the system
+    does not count.
 
     Programs of low priority (nice) are left out, since they make room.
     """

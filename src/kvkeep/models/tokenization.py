@@ -26,7 +26,7 @@ from kvkeep.snapshot.snapshot import Snapshot
 def encode(
     checkpoint: Checkpoint, prompt: str, *, raw: bool = False, add_special_tokens: bool = True
 ) -> Int[Tensor, "1 T"]:
-    """Return the token ids of a prompt, in the tokenizer's chat template if it has one.
+    """Return the token ids of a prompt, put into the chat template as the user's message if there is a template.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -100,7 +100,7 @@ def _unfinished(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> str:
-    """Return the text of a conversation up to the end of its last message's text.
+    """Render a conversation, and cut it off after the text of its last message, so that the model goes on with it.
 
     Raises:
         InputError: the template fails, or does not show the last message.
@@ -121,7 +121,7 @@ def _unfinished(
 
 
 def _unused_mark(messages: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return a word that occurs in no message."""
+    """Return a word that no message contains."""
     texts = [message["content"] for message in messages]
     return next(mark for n in itertools.count() if not any((mark := f"kvkeep{n}{name}") in text for text in texts))
 
@@ -134,7 +134,7 @@ def encode_next(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Int[Tensor, "1 T"]:
-    """Return the token ids of new messages that continue a non-empty memory, up to the beginning of the next answer.
+    """Return the token ids of new messages that continue a memory, up to the beginning of the next answer.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -178,6 +178,7 @@ def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
 
 
 def _check_text(text: str) -> None:
+    """Refuse a text that cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:  # it has surrogates, Python's stand-ins for bytes that are not UTF-8
@@ -185,7 +186,7 @@ def _check_text(text: str) -> None:
 
 
 def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
-    """Return the token ids of a text, after a check that the model has all of them.
+    """Return the token ids of a text, checked against the model's vocabulary.
 
     Raises:
         InputError: there is no token, or one that the model does not have.
@@ -197,7 +198,7 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
 
 
 def _begun_once(checkpoint: Checkpoint, text: str, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 n"]:
-    """Return the token ids of a text without the tokens put before it, if the text begins with the same ones."""
+    """Remove the special tokens that the tokenizer has put before a text which already begins with them."""
     if not text.startswith(tuple(checkpoint.tokenizer.all_special_tokens)):
         return ids
     own = _encoded(checkpoint, text, add_special_tokens=False)[0].tolist()
@@ -207,7 +208,7 @@ def _begun_once(checkpoint: Checkpoint, text: str, ids: Int[Tensor, "1 T"]) -> I
 
 
 def _encoded_as_quoted(checkpoint: Checkpoint, text: str, *, bare: bool = True) -> Int[Tensor, "1 T"]:
-    """Encode a text whose control tokens may be quoted, see `kvkeep.models.special_tokens`.
+    """Return the token ids of a text in which control tokens may be quoted, see `kvkeep.models.special_tokens`.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -221,7 +222,7 @@ def _encoded_as_quoted(checkpoint: Checkpoint, text: str, *, bare: bool = True) 
 
 
 def _checked(checkpoint: Checkpoint, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 T"]:
-    """Return token ids after a check that there are some, and that the model has all of them."""
+    """Return token ids, after checking that there are some and that the model knows all of them."""
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
@@ -274,7 +275,7 @@ class Writer:
 
     @torch.inference_mode()
     def read(self, prompt: Int[Tensor, "1 T"], cache: Cache) -> None:
-        """Run tokens through the model so that they fill a cache. The output is dropped.
+        """Run tokens through the model to fill a cache. The output is dropped.
 
         Raises:
             InputError: the device's memory is too small.
@@ -283,7 +284,7 @@ class Writer:
             self.model(input_ids=prompt.to(self.model.device), **handed(self.model, cache), logits_to_keep=1)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def show_token(self, token_id: int) -> str:
@@ -326,14 +327,15 @@ class Opening:
     raw: bool = False
 
     def messages(self, question: str) -> tuple[dict[str, str], ...]:
-        """Return a conversation in which the user's message is the end of the text and a question."""
+        """Return the conversation that ends with the remembered text and a question, as one message of the user."""
         before = () if self.system is None else ({"role": "system", "content": self.system},)
         return (*before, {"role": "user", "content": self._joined(question)})
 
     def rest(
         self, checkpoint: Checkpoint, question: str, before: Sequence[int], more: Sequence[Mapping[str, str]] = ()
     ) -> list[int]:
-        """Return the token ids after those of the snapshot, up to the beginning of the model's answer.
+        """Return the token ids that follow those of the memory: the end of the text, the question, and the beginning
+        of the answer.
 
         Args:
             checkpoint: the model and its tokenizer.
@@ -357,12 +359,14 @@ class Opening:
         return ids[self.skip :]
 
     def _joined(self, question: str) -> str:
+        """Return the end of the text and a question, as one text."""
         return f"{self.tail}{SEPARATOR}{question}"
 
     def _ids(
         self, checkpoint: Checkpoint, question: str, more: Sequence[Mapping[str, str]] = (), *, whole: bool = False
     ) -> list[int]:
-        """Return the token ids of the tail and a question. With ``whole`` they begin where the template begins.
+        """Return the token ids of the end of the text and a question; with ``whole``, of all that the template
+        writes.
 
         Raises:
             InputError: the template does not show the message as it is.
@@ -382,7 +386,7 @@ class Opening:
 
 
 def opening_of(found: object) -> Opening:
-    """Return an opening from the plain data that `noted` stores.
+    """Return an `Opening` from the plain data in a snapshot's note, checked.
 
     Raises:
         InputError: the data are no opening.
@@ -397,14 +401,15 @@ def opening_of(found: object) -> Opening:
 
 
 def noted(snapshot: Snapshot, opening: Opening) -> Snapshot:
-    """Return a text's snapshot with the opening in its note, so that questions can follow the text."""
+    """Return a snapshot with an opening in its note, so that questions can follow its text."""
     return replace(snapshot, note={**snapshot.note, "opening": asdict(opening)})
 
 
 def opened(
     checkpoint: Checkpoint, text: str, *, system: str | None = None, raw: bool = False
 ) -> tuple[list[int], Opening]:
-    """Return the token ids of a text, and how questions follow it. White space around the text is dropped.
+    """Return the token ids to remember for a text, and the `Opening` with which questions go on. White space around
+    the text is dropped.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -424,6 +429,8 @@ def opened(
     if system is not None:
         check_system(checkpoint, system, raw=raw)
     whole = opening._ids(checkpoint, _PROBES[0], whole=True)
+    # the end of the text is enlarged until its tokens agree with those of the whole text, since tokens may merge far
+    # back
     for size in (_WINDOW * 4**power for power in itertools.count()):
         at_end = replace(opening, tail=text[-size:].lstrip())
         found = [at_end._ids(checkpoint, probe) for probe in _PROBES]
@@ -449,5 +456,5 @@ def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> N
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first tokens two sequences share."""
+    """Return the length of the common prefix of two sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -95,7 +95,7 @@ def fingerprint(model: nn.Module, adapter: str | None = _NOW) -> str:
 
 
 def count_as(model: nn.Module, weights: str) -> None:
-    """Let `fingerprint` return another hash for a model, as long as its weights are what they are now.
+    """Let `fingerprint` return the given hash for a model while its weights stay as they are now.
 
     Merging an adapter rounds weights, and its memories are those of the adapter all the same.
     """
@@ -107,7 +107,7 @@ def count_as(model: nn.Module, weights: str) -> None:
 
 
 def adapters(model: nn.Module) -> str:
-    """Return which adapters of a model are active and how, as a text that can be compared; empty without adapters.
+    """Return a text that changes whenever the active adapters of a model change; empty without adapters.
 
     Raises:
         UnsupportedOperationError: each row has an adapter of its own.
@@ -119,7 +119,7 @@ def adapters(model: nn.Module) -> str:
 
 
 def _adapter_states(model: nn.Module) -> str:
-    """Return the state of all adapters of a model as a hash; empty without adapters."""
+    """Return a hash of the state of all adapters in a model; empty without adapters."""
     states = [(name, _adapter_state(module)) for name, module in model.named_modules() if _is_adapted(module)]
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16] if states else ""
 
@@ -130,7 +130,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _state_of(model: nn.Module, adapter: str | None) -> list[object]:
-    """Return the numbers of the adapters that count as active, without their names; empty if none has any."""
+    """Return the settings of the adapters that count as active, such as their scaling, without their names."""
     found: list[object] = []
     for name, layer in model.named_modules():
         if not _is_adapted(layer):
@@ -145,13 +145,13 @@ def _state_of(model: nn.Module, adapter: str | None) -> list[object]:
 
 
 def _parts(layer: Any) -> dict[str, Collection[str]]:
-    """Return the adapters that are in each part of a layer."""
+    """Return the names of the adapters in each part of a layer of PEFT, such as ``lora_A``."""
     held = ((part, getattr(layer, part, None)) for part in layer.adapter_layer_names)
     return {part: adapters.keys() for part, adapters in held if isinstance(adapters, nn.ModuleDict | nn.ParameterDict)}
 
 
 def _plain(name: str) -> str:
-    """Return the name of a tensor or module as it was before PEFT wrapped modules around others."""
+    """Return the name of a tensor or module as it was before PEFT wrapped it."""
     return _WRAPPED.sub("", name)
 
 
@@ -161,7 +161,8 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module)(?=\.|$)")
 def _adapter_state(
     layer: Any, adapter: str | None = _NOW
 ) -> tuple[tuple[str, ...], list[tuple[str, str, str]], tuple[str, ...]]:
-    """Return the adapters of a layer that are active, their plain numbers such as the scaling, and the merged ones.
+    """Return a layer's active adapters, their plain settings such as the scaling, and the adapters merged into its
+    weights.
 
     Args:
         layer: the layer.
@@ -189,7 +190,7 @@ def _adapter_state(
 
 
 def _active(layer: Any, adapter: str | None = _NOW) -> tuple[str, ...]:
-    """Return the adapters of a layer of PEFT that change what it computes, or have been merged into its weights."""
+    """Return the adapters that count as active in a layer of PEFT."""
     if adapter is not _NOW:
         return () if adapter is None else (adapter,)
     active = layer.active_adapters
@@ -197,8 +198,8 @@ def _active(layer: Any, adapter: str | None = _NOW) -> tuple[str, ...]:
 
 
 def _replaced_names(model: nn.Module, adapter: str | None) -> dict[str, str | None]:
-    """Return the beginnings of names that belong to adapters, and what stands for them; ``None`` if the adapter is not
-    active.
+    """Return, for the prefix of each adapter's tensor names, a prefix without the adapter's name; ``None`` if the
+    adapter is not active.
     """
     found: dict[str, str | None] = {}
     for name, layer in model.named_modules():
@@ -222,9 +223,8 @@ class _Modules:
         self._found = [(weakref.ref(module), _children(module)) for module in model.modules()]
 
     def key(self, adapter: str | None = _NOW) -> list[object] | None:
-        """Return each tensor's name, address and version, and the state of adapters, see `fingerprint`.
-
-        ``None`` if modules were added, removed or replaced.
+        """Return a value that changes with every tensor's address or version and with the adapters; ``None`` if
+        modules were replaced.
         """
         found: list[object] = []
         for reference, children in self._found:
@@ -240,7 +240,7 @@ class _Modules:
 
 
 def _children(module: nn.Module) -> list[tuple[str, int]]:
-    """Return the names and ids of the modules within a module. An id is unique as long as its module lives."""
+    """Return the names and ids of a module's children."""
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
@@ -253,6 +253,7 @@ class _KnownHash(NamedTuple):
 
 
 def _hash(weights: dict[str, Tensor]) -> str:
+    """Return a hash of names, shapes and samples of tensors."""
     digest = hashlib.sha256()
     for name, tensor in weights.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -268,7 +269,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _sample(flat: Tensor) -> Tensor:
-    """Return numbers at equal distances, including the first and the last one; all numbers if they are few."""
+    """Return at most 256 numbers of a flat tensor at equal distances."""
     n = flat.numel()
     if n <= _SAMPLES:
         return flat
@@ -277,7 +278,7 @@ def _sample(flat: Tensor) -> Tensor:
 
 
 def _weights(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer by name. A packed layer's weight comes in the plain layout."""
+    """Yield every parameter and buffer that counts, under a name that does not depend on adapters' names."""
     replaced = _replaced_names(model, adapter)
     for name, tensor in _all_weights(model):
         place = len(name)
@@ -289,7 +290,7 @@ def _weights(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tenso
 
 
 def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer by name, those of all adapters among them."""
+    """Yield every parameter and buffer by name, those of all adapters included."""
     yield from weights_of(model)
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -298,10 +299,9 @@ def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own buffers. Those that no checkpoint holds come as bfloat16, as they are computed.
+    """Yield a module's own buffers, except computed ones that follow from the configuration.
 
-    They are left out where they follow from the configuration. So an untouched rotary embedding may be computed on any
-    device, and be rounded with the model.
+    So an untouched rotary embedding may be computed on any device, and be rounded with the model.
     """
     if follows_length(module):
         return
@@ -318,7 +318,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _usual_buffers(module: Any) -> Mapping[str, Tensor | None]:
-    """Return the buffers that a module has when its class makes it from the configuration; empty if it does not."""
+    """Return the buffers that a module's class computes from the configuration; empty if it cannot be asked."""
     if getattr(module, "config", None) is None or module._modules or module._parameters:
         return {}
     try:

@@ -67,6 +67,7 @@ class ScoredTokens:
         return found
 
     def _know(self, tokens: Sequence[TextToken]) -> None:
+        """Join tokens whose texts are complete with their log-probabilities, which arrived in the same order."""
         self._known.extend((token, self._entries.popleft()) for token in tokens)
 
 
@@ -90,6 +91,7 @@ def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, A
 
 
 def _entry(text: str, raw: bytes | None, value: float) -> dict[str, Any]:
+    """Return a token's entry in OpenAI's format. JSON has no infinity, so `LEAST` is the smallest number."""
     return {"token": text, "logprob": max(value, LEAST), "bytes": None if raw is None else list(raw)}
 
 
@@ -111,6 +113,7 @@ def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> 
 
 def _likeliest(token: TextToken, scored: Logprob, texts: TokenTexts) -> Iterator[tuple[int, str, bytes | None, float]]:
     """Yield the id, text, bytes and log-probability of the likeliest tokens in the place of a token."""
+    # the text drops a space at its start, so alternatives drop theirs
     at_start = token.bytes is not None and texts.bytes_of(scored.token_id) == b" " + token.bytes
     for other, value in scored.top:
         if other == scored.token_id:
@@ -129,6 +132,7 @@ def _named(token: TextToken, scored: Logprob, texts: TokenTexts) -> dict[str, fl
     found: dict[str, float] = {}
     for other, text, raw, value in _likeliest(token, scored, texts):
         name = text
+        # half of a character has no text, and a JSON object cannot have one key twice
         if other != scored.token_id:
             if "\ufffd" in name:
                 name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or b"")
@@ -157,6 +161,7 @@ def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -
     tokens = _placed(prompt, ids, [token for number in ids for token in spans.add(number)] + spans.end(), texts)
     of_prompt = columns(list(zip(tokens[1:], result.prompt_logprobs, strict=False)), texts)
     new = columns(ScoredTokens.of(result, texts, whole=True), texts, offset=len(prompt))
+    # nothing stands before the first token from which the model could have predicted it
     first: dict[str, list[Any]] = {name: [None] for name in new} | {
         "tokens": [token.text for token in tokens[:1]],
         "text_offset": [token.start for token in tokens[:1]],

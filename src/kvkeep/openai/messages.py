@@ -39,10 +39,12 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
+    """Refuse ``NaN`` and ``Infinity``, which Python's parser would take."""
     raise InputError(f"it holds {name}, which JSON does not have")
 
 
 def _float(text: str) -> float:
+    """Return a JSON number as a float, and refuse one that would become infinite."""
     value = float(text)
     if math.isinf(value):
         raise InputError(f"its number {text[:40]} is too large")
@@ -50,6 +52,9 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
+    """Return a JSON number as an int, and refuse one of too many digits: parsing takes time that grows with their
+    square.
+    """
     if (digits := len(text.lstrip("-"))) > _MAX_DIGITS:
         raise InputError(f"its number {text[:40]}… has {digits} digits; there may be {_MAX_DIGITS}")
     return int(text)
@@ -283,6 +288,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
         raise ParameterError(f"{name}.tool_calls", f"belongs to an assistant's message, and this is of {role}")
     made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
     content = found.get("content", "")
+    # an answer that was a refusal has its text in this field
     refusal = found.get("refusal", "") if role == "assistant" else ""
     made["content"] = _content(f"{name}.content", refusal or "" if content in ("", []) else content)
     if found.get("name"):
@@ -336,6 +342,7 @@ def _calls(name: str, calls: object) -> list[dict[str, str]]:
 
 
 def _id(name: str, given: object) -> str:
+    """Return an id after checking that it is a text without broken characters."""
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
     return whole_text(name, given)
@@ -399,6 +406,7 @@ def _object(text: str) -> dict[str, Any] | str:
     """Parse the arguments of a tool call. Text that is no JSON object is returned unchanged."""
     try:
         found = decoded(text.encode())
+        # a text with half of a character could not be sent on
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError, InputError):
         return text

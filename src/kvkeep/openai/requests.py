@@ -514,6 +514,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
 
 
 def _are_ids(value: object) -> bool:
+    """Return whether a value is a list of token ids."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 

@@ -91,6 +91,7 @@ def reason_of(result: Result, calls: ToolCallParser | None) -> str:
 
 
 def _message(asked: ParsedBody, name: str, index: int, result: Result, texts: TokenTexts | None) -> dict[str, Any]:
+    """Return a choice of a chat completion: the message with its tool calls, log-probabilities and finish reason."""
     calls = calls_of(asked, name, index)
     said = calls.whole(result.text) if calls else {"content": result.text}
     return {
@@ -107,6 +108,7 @@ def _content(asked: ParsedBody, result: Result, texts: TokenTexts) -> list[dict[
 
 
 def _text(asked: ParsedBody, index: int, result: Result, texts: TokenTexts | None) -> dict[str, Any]:
+    """Return a choice of a completion: the text, log-probabilities and finish reason."""
     found = None
     if texts is not None:
         found = logprobs.columns(logprobs.ScoredTokens.of(result, texts, special=asked.shows_special), texts)

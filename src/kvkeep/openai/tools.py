@@ -75,9 +75,11 @@ class ToolCallParser:
         return {"content": content or None, "tool_calls": found} if found else {"content": content}
 
     def _content(self) -> Iterator[dict[str, Any]]:
+        """Yield text that cannot be the beginning of a call any more, and the call's header if one begins."""
         held, at = self._held, len(self._held)
         header = None
         for place in self._places():
+            # some forms of a call stand only at the very beginning of an answer
             known = self._later if self._begun or place else self._first
             header = _begins(held, place, known)
             if header is not None:
@@ -98,6 +100,7 @@ class ToolCallParser:
         return sorted({*first, *(place for place, letter in enumerate(self._held) if letter in self._starts)})
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
+        """Yield a piece of the arguments that have arrived. The JSON object's end is the call's end."""
         size = self._object.take(self._held)
         piece, self._held = self._held[:size], self._held[size:]
         if self._object.ended:
@@ -106,6 +109,7 @@ class ToolCallParser:
             yield {"tool_calls": [{"index": self.count - 1, "function": {"arguments": piece}}]}
 
     def _after(self) -> Iterator[dict[str, Any]]:
+        """Yield the header of a further call behind one that has ended, in forms that list calls."""
         if header := _begins(self._held, 0, self._next):
             yield self._call(header, self._next[header])
 
@@ -270,6 +274,7 @@ class Tools:
 
 
 def _described(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model is told about a function: its name, description and parameters."""
     return {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
 
 

@@ -332,6 +332,7 @@ class Cost:
 
     @property
     def _counted_bytes(self) -> int:
+        """Return the bytes of the weights: packed ones as packed, the rest in the dtype of weights."""
         return (self.model.parameters - self.packed.parameters) * self.weight_itemsize + self.packed.size
 
     def peak_bytes(self, rows: int) -> int:

@@ -134,6 +134,9 @@ def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor,
 
 
 def _fields(config: PreTrainedConfig) -> Any:
+    """Return a configuration's ``quantization_config``, of the whole model or of its text part; ``None`` if it has
+    none.
+    """
     for part in (config, config.get_text_config(decoder=True)):
         if (found := getattr(part, "quantization_config", None)) is not None:
             return found
@@ -157,15 +160,20 @@ def _number(fields: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _group(fields: Mapping[str, Any], default: int) -> tuple[int, int]:
+    """Return rows and columns of a group that shares a scale: ``group_size`` columns of one row. -1 is the whole
+    row.
+    """
     return (1, max(_WHOLE, _number(fields, "group_size", default)))
 
 
 def _kept(fields: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return the names of layers that stay in the model's dtype, from the lists under these keys."""
     found = [fields.get(key) for key in keys]
     return tuple(name for names in found if isinstance(names, list) for name in names if isinstance(name, str))
 
 
 def _awq(fields: Mapping[str, Any]) -> Scheme:
+    """Return how AWQ stores a weight matrix."""
     bits = _number(fields, "bits", _number(fields, "w_bit", 4))
     group = (1, max(_WHOLE, _number(fields, "group_size", _number(fields, "q_group_size", 128))))
     return Scheme(
@@ -174,6 +182,7 @@ def _awq(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(fields: Mapping[str, Any]) -> Scheme:
+    """Return how GPTQ stores a weight matrix."""
     bits = _number(fields, "bits", 4)
     return Scheme(
         method="gptq",
@@ -187,6 +196,7 @@ def _gptq(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _bitsandbytes(fields: Mapping[str, Any]) -> Scheme:
+    """Return how bitsandbytes stores a weight matrix, in 8 or in 4 bits."""
     kept = _kept(fields, "llm_int8_skip_modules")
     if fields.get("load_in_8bit") is True:
         return Scheme(method="bitsandbytes", bits=8, group_bits=32, kept=kept)
@@ -196,6 +206,7 @@ def _bitsandbytes(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _fp8(fields: Mapping[str, Any]) -> Scheme:
+    """Return how a checkpoint in fp8 stores a weight matrix: a scale per block, or one for the whole matrix."""
     block = fields.get("weight_block_size")
     whole = not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < _MOST for n in block))
     group = (_WHOLE, _WHOLE) if whole else (block[0], block[1])  # type: ignore[index]
@@ -204,10 +215,12 @@ def _fp8(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _fbgemm(fields: Mapping[str, Any]) -> Scheme:
+    """Return how fbgemm's fp8 stores a weight matrix: a scale per row."""
     return Scheme(method="fbgemm_fp8", bits=8, group_bits=32, kept=_kept(fields, "modules_to_not_convert"))
 
 
 def _mxfp4(fields: Mapping[str, Any]) -> Scheme:
+    """Return how MXFP4 stores the experts' weights: a scale per 32 weights."""
     kept = _kept(fields, "modules_to_not_convert")
     return Scheme(method="mxfp4", bits=4, group=(1, 32), group_bits=8, kept=kept, experts_only=True)
 
@@ -224,6 +237,7 @@ def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
         return None
     bits = _number(weights, "num_bits", 8)
     by = {"tensor": (_WHOLE, _WHOLE), "channel": (1, _WHOLE)}
+    # "group" is the remaining strategy
     block = by.get(str(weights.get("strategy")), _group(weights, _WHOLE))
     zero = 0 if weights.get("symmetric", True) else bits
     return Scheme(
@@ -237,6 +251,7 @@ def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
 
 
 def _torchao(fields: Mapping[str, Any]) -> Scheme | None:
+    """Return how torchao stores a weight matrix; ``None`` for a kind that is not known."""
     kind = fields.get("quant_type")
     text = re.sub(r"[^a-z0-9]", "", str(kind).lower())
     kept = _kept(fields, "modules_to_not_convert")
@@ -336,6 +351,8 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
 
 
 def _file_bytes(name: str, model: PreTrainedModel) -> int | None:
+    """Return the bytes of all weights of a GGUF file as they are in memory; ``None`` if they are not packed there."""
+    # weights stay packed only where the native kernel multiplies with them, that is on a CPU
     if not is_gguf(name) or not is_packable(parse_device("auto")):
         return None
     file = gguf.read(name)
@@ -404,6 +421,7 @@ def _lookup_tables(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _output(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Yield the weight of the output layer, if the model has one."""
     head = model.get_output_embeddings()
     if head is not None:
         yield head.weight

@@ -18,7 +18,7 @@ import torch
 
 from kvkeep import budget as budgets
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
-from kvkeep.budget import Number, by_head
+from kvkeep.budget import Number, by_head, largest
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import default_budget
@@ -146,7 +146,9 @@ class Setting:
         """Return the bytes of one row's slots in all layers."""
         sharing, size = self._sharing(), self.dtype.itemsize
         apart = [(_number(layer, shape), shape) for layer, shape in self._layers() if not layer.policy.shares_layers]
-        joint = cost.joint_bytes(sharing, self.budget, size, **self._beside(sharing[0])) if sharing else 0
+        # layers that share a budget put the same into it
+        numbers = [layer.budgets[0] for layer, _ in self._layers() if layer.policy.shares_layers]
+        joint = cost.joint_bytes(sharing, largest(numbers), size, **self._beside(sharing[0])) if sharing else 0
         return joint + sum(
             cost.block_bytes(
                 shape,
@@ -215,6 +217,7 @@ def _number(layer: Layer, shape: LayerShape) -> Number:
 
 
 def _by_head(number: Number, layer: LayerShape) -> tuple[int, ...]:
+    """Return a layer's budget as one number for each of its KV heads."""
     return by_head([number], layer.kv_heads)[0]
 
 
@@ -328,7 +331,10 @@ def plan(  # noqa: PLR0913  each decides about bytes
     kinds = [parse_dtype(text) for text in (dtype, weights_dtype or dtype)]
     _check_tokens(context=context, prefill_chunk=prefill_chunk)
     _check_machine(rows, host_rows, memory, weights_memory, bandwidth)
-    found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
+    if model is None:
+        found = replace(outline(embedded()), name="embedded")  # not a path inside the package
+    else:
+        found = model if isinstance(model, Outline) else outline(model)
     length = _context(found, context)
     own = found.dtype or torch.float32
     setting = Setting(

@@ -193,6 +193,7 @@ def _bar(axes: Axes, series: Series, colour: str) -> list[Artist]:
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
+    """Set the scales, ticks and limits of a panel's axes."""
     if panel.log_x:
         axes.set_xscale("log")
         ticks = sorted({x for series in panel.series if not series.reference for x in series.x})
@@ -258,10 +259,12 @@ def heat_map(maps: Sequence[Heat]) -> Figure:
 
 
 def _numbered(one: Heat) -> bool:
+    """Return whether a heat map is small enough for a number in each cell."""
     return len(one.columns) <= _MOST_LABELS and len(one.lines) <= _MOST_NUMBERS
 
 
 def _draw(axes: Axes, one: Heat) -> None:
+    """Draw a heat map, with numbers in its cells if it is small, or with a colour bar."""
     image = axes.imshow(one.values, vmin=0, vmax=100, cmap="cividis", aspect="auto", interpolation="nearest")
     axes.set_title(plain(one.title), fontsize=9)
     axes.set_xlabel(one.x_label, fontsize=8)

@@ -21,8 +21,15 @@ Few late rows and wide pooling find what a question at the end of a prompt asks 
 chosen ones, and the newest 64 stay, which long answers need. ``docs/choose-a-policy.md`` has the figures.
 """
 
-LATER = "keydiff:later"
-"""The policy of remembered texts and of conversations, whose questions come after the text was cut to the budget."""
+LATER = "reread:later"
+"""The policy of remembered texts, whose questions come after the text was cut to the budget.
+
+It keeps what a second reading would look up, over the heads of all layers. Where a model cannot run it, `CONVERSATION`
+takes its place. ``docs/choose-a-policy.md`` has the figures.
+"""
+
+CONVERSATION = "keydiff:later"
+"""The policy of conversations, in which each answer is remembered like each message, on every model."""
 
 
 def builtin_names() -> list[str]:
@@ -32,9 +39,13 @@ def builtin_names() -> list[str]:
 
 
 def builtin_summary(name: str) -> str:
-    """Return one line about the tokens that a policy of this package keeps, without importing it.
+    """Return one line about the tokens that a built-in policy keeps, without importing the policy.
 
     It is the first line of the docstring in its file, which is read as text: importing a policy imports torch.
     """
-    source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return (ast.get_docstring(builtin_source(name)) or "").partition("\n")[0]
+
+
+def builtin_source(module: str) -> ast.Module:
+    """Return the code of a module of this package, without importing it."""
+    return ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))

@@ -34,7 +34,9 @@ class BurstPolicy(Policy):
 
     @property
     def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
-        """Return the state: bits for the window's rows, 25 in a float, and the mass of this window and the next."""
+        """Return the per-slot state: the bits of the window's rows, 25 to a float, and the mass of this window and of
+        the next one.
+        """
         return dict.fromkeys((*word_names(self.words), "mass", "due"), 0.0)
 
     @property
@@ -43,7 +45,9 @@ class BurstPolicy(Policy):
         return -(-(LONGEST if self.window is None else self.window) // BITS)
 
     def sizes(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
-        """Return window, recent tokens and tokens of a burst, ``(window, recent, drop)``, under a budget."""
+        """Return ``(window, recent, drop)`` under a budget: rows of the window, protected newest tokens, and tokens
+        of a burst.
+        """
         half = between(1, budget // 2, None)
         drop = half if self.drop is None else self.drop
         window = between(1, smaller(half, drop), LONGEST) if self.window is None else self.window
@@ -77,10 +81,13 @@ class BurstPolicy(Policy):
         return super()._needed(budget, pins) + int(self.sizes(budget)[0]) - 1
 
     def stays(self, view: View, state: State) -> Budget:
-        """Return how many tokens stay after a burst: a multiple of ``drop`` fewer, but all protected ones."""
+        """Return how many tokens stay: enough bursts of ``drop`` tokens go to meet the budget, but no protected
+        token.
+        """
         return self._stays(view, held(view))[:, None]
 
     def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        """Return how many of the ``n`` tokens of each row stay."""
         _, recent, drop = self.sizes(view.budget)
         limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
         if view.pins is not None:
@@ -94,29 +101,34 @@ class BurstPolicy(Policy):
     bursts: ClassVar[Bursts | None] = Bursts(stays, waits=True)
 
     def _ring(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
-        """Return the window, the least number of tokens that a burst leaves, and the tokens of a burst."""
+        """Return the sizes by which a kernel keeps the window: its rows, the fewest tokens that a burst leaves, and
+        the tokens of a burst.
+        """
         window, recent, drop = self.sizes(budget)
         return window, between(1, recent, None), drop
 
     def due(self, view: View) -> Int[Tensor, " B"]:
-        """Count the last rows in the window of the next burst, if only generated tokens follow."""
+        """Return how many of the rows seen so far will lie in the window of the next burst, if only generated tokens
+        follow.
+        """
         n, window = held(view), _flat(self.sizes(view.budget)[0])
         stay = torch.minimum(n, self._stays(view, n))
         return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with the bits of the new rows set, and both masses added to, or restarted at a row of
-        this step.
+        """Return the state with this step's rows marked, and with their mass added to the sums of both windows, which
+        restart at their first row.
         """
         window, due = _flat(self.sizes(view.budget)[0]), self.due(view)
         bits = self._new_bits(view)
         found = _of_one_row(report, bits, due) if view.is_decode else report.sums
+        # the ring reuses the bit of a row that has left the window: it is cleared before the new row's is set
         words = {name: found[name] + (state[name].int() & ~new) for name, new in bits.items()}
         reaches_back = {name: (n > view.new)[:, None, None] for name, n in (("mass", window), ("due", due))}
         return {**state, **words} | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
 
     def _new_bits(self, view: View) -> dict[str, Int[Tensor, "B 1 1"]]:
-        """Return the bits of this step's rows, for each word that has any."""
+        """Return the bits that stand for this step's rows, for each word that has some."""
         if view.is_decode:
             found = ring((view.seen - 1).masked_fill(view.new < 1, EMPTY)[:, None], self.words)[:, 0]
         else:
@@ -125,7 +137,7 @@ class BurstPolicy(Policy):
         return {name: word for name, word, is_set in bits if is_set}
 
     def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
-        """Return for each token in how many of the window's rows it was insignificant."""
+        """Return in how many rows of the window each token was insignificant."""
         window = column(self.sizes(view.budget)[0], view.seen)
         bits = ring_span(view.seen - window, view.seen, self.words)[:, :, None, None].unbind(dim=1)
         counts = [ones(state[name].int() & mine) for name, mine in zip(word_names(self.words), bits, strict=True)]
@@ -133,12 +145,14 @@ class BurstPolicy(Policy):
 
 
 def held(view: View) -> Int[Tensor, " B"]:
-    """Return how many tokens each head of a row holds, new ones included. All heads hold equally many."""
+    """Return how many tokens each head of a row holds, new ones included. All heads hold the same number."""
     return (view.positions[:, 0] >= 0).sum(dim=-1)
 
 
 def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
-    """Return ``stay``, at most the budget; the whole budget in rows that have not seen more tokens than that."""
+    """Return ``stay``, at most the budget, in rows that have seen more tokens than their budget; elsewhere the
+    budget.
+    """
     limit = column(view.budget, view.seen)[:, None]
     return torch.where(view.seen[:, None] > limit, torch.minimum(stay, limit), limit)
 
@@ -146,13 +160,15 @@ def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
 def _of_one_row(
     report: Report, bits: dict[str, Int[Tensor, "B 1 1"]], due: Int[Tensor, " B"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """Return the report on a generated token's row in the form of a report on a window's rows."""
+    """Return the report on a generated token's row in the form of a report on a whole window."""
     masses = {"mass": report.mass, "due": report.mass * (due > 0)[:, None, None]}
     return masses | {name: report.low * bit for name, bit in bits.items()}
 
 
 def _are_set(words: Int[Tensor, "B words"]) -> list[bool]:
-    """Return whether each word may have a bit of any row. Only on a CPU is the answer worth its cost."""
+    """Return for each word whether any row has a bit in it. On a device other than a CPU the answer would cost a
+    wait, so it is always ``True``.
+    """
     found: list[bool] = [True] * words.shape[1] if words.device.type != "cpu" else words.any(dim=0).tolist()
     return found
 

@@ -27,7 +27,7 @@ PROFILE = "profile"
 
 
 def under(policy: Policy, rule: str | None) -> Policy:
-    """Return a copy of the policy with a rule by which its heads share their budget; the policy itself for ``None``.
+    """Return the policy with a rule by which its heads divide their budget; the policy itself for ``None``.
 
     Args:
         policy: the policy.
@@ -49,8 +49,8 @@ def under(policy: Policy, rule: str | None) -> Policy:
 
 
 def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Policy:
-    """Return the policy with the heads that a profile limits to first and newest tokens; ``None`` for no profile
-    limits none.
+    """Return the policy with the heads that a profile limits to their first and newest tokens. Without a profile no
+    head is limited.
 
     Args:
         policy: the policy.
@@ -70,7 +70,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
 
 
 def parsed(rule: str) -> tuple[str, float]:
-    """Split a rule into its name and its number, which is 0 if the rule has none.
+    """Split a rule such as ``ada:0.2`` into its name and its number, 0 if it has none.
 
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
@@ -91,17 +91,14 @@ def parsed(rule: str) -> tuple[str, float]:
     return name, share
 
 
-def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> None:
-    """Refuse the rule ``global`` with what it does not go together with.
+def joint_refusal(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> str | None:
+    """Return why the heads of all layers cannot share one budget; ``None`` if they can.
 
     Args:
         windows: all layers have sliding windows.
         chunk: a layer takes its prompt in chunks, before the next layer begins.
         layer_budget: the budget is spread over the layers by another rule.
         split: the model is split over processes.
-
-    Raises:
-        UnsupportedOperationError: one of the four arguments is true.
     """
     reasons = {
         "a model all of whose layers have sliding windows: these keep budgets of their own, so there is nothing to "
@@ -111,12 +108,11 @@ def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) 
         "`layer_budget`, since it divides the budget among the layers, too. Leave `layer_budget` out": layer_budget,
         "a model that is split over processes. Run it in one, or use `head_budget=ada`": split,
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UnsupportedOperationError(f"`head_budget=global` does not go together with {reason}.")
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def refusal(policy: Policy) -> str | None:
-    """Return why budgets per head mean nothing to a policy; ``None`` if they have a meaning."""
+    """Return the reason why a policy's heads cannot have different budgets; ``None`` if they can."""
     if policy.shares_heads:
         return "its heads decide together and hold the same tokens"
     if policy.bursts is not None:
@@ -125,7 +121,7 @@ def refusal(policy: Policy) -> str | None:
 
 
 def _check(policy: Policy) -> None:
-    """Refuse a policy to which budgets per head mean nothing.
+    """Refuse a policy whose heads cannot have different budgets.
 
     Raises:
         UnsupportedOperationError: budgets per head mean nothing to the policy.
@@ -137,7 +133,7 @@ def _check(policy: Policy) -> None:
 
 
 def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
-    """Return the mean budget of each row's heads over all processes, or the mean of ``budget`` in place of it."""
+    """Return the mean budget of each row's heads, over all processes."""
     budget, (B, Hk, _) = view.budget if budget is None else budget, view.positions.shape
     each = table(budget, view.seen)
     if isinstance(budget, int):
@@ -147,7 +143,8 @@ def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
 
 
 def ada(alpha: float) -> HeadBudgets:
-    """Return Ada-KV's rule: heads share a layer's budget by their number of tokens among the best of all heads.
+    """Return Ada-KV's rule: the heads of a layer divide its budget by how many of the layer's best tokens each of
+    them has.
 
     Source: Feng et al., arXiv:2407.11550.
 
@@ -158,7 +155,7 @@ def ada(alpha: float) -> HeadBudgets:
 
 
 def across(alpha: float) -> HeadBudgets:
-    """Return Ada-KV's rule over the heads of all layers: they share the budgets of all layers.
+    """Return Ada-KV's rule over all layers: all heads divide the budget of all layers.
 
     Args:
         alpha: share of the budget that is divided equally.
@@ -171,7 +168,7 @@ _SHARING = {"ada": ada, "global": across}
 
 
 def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
-    """Return each head's budget by Ada-KV's rule. Protected tokens are not shared out.
+    """Return each head's budget by Ada-KV's rule. The slots of protected tokens are not divided.
 
     Rows that read no prompt keep their budgets; budgets are equal if there is nothing to choose.
     """
@@ -189,7 +186,9 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
 def _older(
     policy: Policy, view: View, mean: Int[Tensor, "B 1"]
 ) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
-    """Return how many slots a head shares out, on average, and the positions of the tokens that compete for them."""
+    """Return how many slots per head, on average, are to be divided, and the positions of the tokens that compete for
+    them.
+    """
     sinks, recent = policy.protected(mean)
     fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
     first_recent = view.seen[:, None] - recent
@@ -200,7 +199,7 @@ def _older(
 def _among_the_best(
     view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads slots"], n: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B heads"]:
-    """Count each head's tokens among the ``n`` best of all heads."""
+    """Return how many of the ``n`` best tokens of all heads each head has."""
     found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)
     best = ranking.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
     return best.view(tokens.shape).sum(dim=-1)
@@ -209,7 +208,8 @@ def _among_the_best(
 def _ceilings(
     alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"], heads: int
 ) -> Int[Tensor, "B Hk"]:
-    """Return upper limits of what `_heads` gives to some of the heads, before the others are known.
+    """Return upper limits of the budgets that `_heads` will give to these heads, before the scores of the others are
+    known.
 
     Tokens of other heads can only take places among the best. So a head gets at most the share that it would get now,
     and two slots more by rounding. All tokens that are counted among the best now are within the limit, too, because
@@ -224,6 +224,8 @@ def _ceilings(
 
 
 def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:
-    """Return the largest budget of a head: its own part, all that is shared out, and two more for rounding."""
+    """Return the largest budget that one head can get: its fixed part, all that is divided, and two more by
+    rounding.
+    """
     base = max(0, budget - sum(map(int, policy.protected(budget))) - (policy.grows.room if policy.grows else 0))
     return budget + math.ceil(base * (heads - 1) * (1.0 - alpha)) + 2

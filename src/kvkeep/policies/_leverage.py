@@ -37,12 +37,14 @@ class Leverages(Policy):
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and `recent`, at most half of what
+        sinks leave of the budget.
+        """
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with the keys of a prompt's new tokens added to mean and scatter (Chan et al., 1979);
-        unchanged for other tokens.
+        """Return the state with a prompt's new keys added to the mean and the scatter of all keys (Chan et al.,
+        1979). Other tokens change nothing.
         """
         if view.phase is not Phase.PREFILL:
             return state
@@ -57,7 +59,7 @@ class Leverages(Policy):
         }
 
     def _added(self, view: View) -> tuple[Float[Tensor, "B Hk"], Float[Tensor, "B Hk D"], Float[Tensor, "B Hk D D"]]:
-        """Return how many new keys count, their mean and their scatter. Most prompts need no weights for them."""
+        """Return the number, the mean and the scatter of the step's new keys."""
         keys, counts = self._keys(view), self._counts(view)
         if keys.is_cpu:
             start = counts.shape[-1] - int(counts.sum(dim=-1).amax())
@@ -76,31 +78,38 @@ class Leverages(Policy):
         return number, mean, centred.mT @ centred
 
     def later(self, view: View) -> Float[Tensor, "B Hk S"]:
-        """Return the score for generated tokens: chosen tokens stay, and the oldest others go first."""
+        """Return the score in decode: the tokens chosen at the end of the prompt stay, and of the others the oldest
+        go first.
+        """
         return slide(view, self.protected(view.budget)[1])
 
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return how far each key stands out: 0 for the mean key, about 1 for a key in a direction of its own."""
+        """Return the leverage of each key: 0 for the mean key, about 1 for a key in a direction of its own."""
         apart = self._keys(view) - state["mean"][:, :, None]
         lengths: Tensor = torch.linalg.vector_norm(apart @ _whitening(state["scatter"], self.ridge), dim=-1)
         return lengths.square_()
 
     def _keys(self, view: View) -> Float[Tensor, "B Hk S D"]:
+        """Return the keys that are compared, in float32."""
         return (view.keys if self.rotated else view.unrotated).float()
 
     def _counts(self, view: View) -> Bool[Tensor, "B Hk S"]:
-        """Return whether each slot's key is new and not a sink's."""
+        """Return a mask of the slots whose key is new and no sink's."""
         return view.positions >= (view.seen - view.new).clamp(min=self.sinks)[:, None, None]
 
 
 def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor, "B Hk D D"]:
-    """Return a matrix that turns the scatter plus the ridge into the identity. The scatter may be singular."""
+    """Return a matrix that turns the scatter, with the ridge added, into the identity, although the scatter may be
+    singular.
+    """
+    # in float32 the factorisation fails for scatters that are nearly singular
     wide = scatter.double()
     one = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     sums = wide.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
     factor, fails = torch.linalg.cholesky_ex(wide + ridge * one)
     # on a device the question would wait for it, so both factors are computed there
     if not fails.is_cpu or bool(fails.any()):
+        # rounding in the sums can make a singular scatter slightly negative, so as much is added
         safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
         factor = torch.where((fails == 0)[..., None, None], factor, safe)
     inverse: Tensor = torch.linalg.solve_triangular(factor, one, upper=False)

@@ -51,11 +51,13 @@ class Pattern(Policy):
 
     @abc.abstractmethod
     def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots near the newest token the pattern has, at most half of the pattern's share."""
+        """Return a mask of the slots near the newest token that belong to the pattern: at most half of its share."""
 
     @abc.abstractmethod
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots further back the pattern has. Where they exceed the share, the oldest ones go."""
+        """Return a mask of the slots further back that belong to the pattern. If they exceed the share, the oldest
+        go.
+        """
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic that the policy needs: the mass of all rows if heavy hitters have a share."""
@@ -70,6 +72,7 @@ class Pattern(Policy):
         return self._members(view, state).float()
 
     def _stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
+        """Return how many tokens belong to the pattern, to the heavy hitters or to the pins."""
         members = self._members(view, state)
         if view.pins is not None:
             members = members | ranking.pinned(view.positions, view.pins)
@@ -78,7 +81,7 @@ class Pattern(Policy):
     bursts: ClassVar[Bursts | None] = Bursts(_stays)
 
     def _members(self, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots belong to the pattern or to the heavy hitters."""
+        """Return a mask of the slots that belong to the pattern or to the heavy hitters."""
         budget = column(view.budget, view.seen)[:, None, None]
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)

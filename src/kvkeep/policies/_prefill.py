@@ -39,11 +39,11 @@ class PrefillOnly(Policy):
 
     @abc.abstractmethod
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the rating of a prompt's tokens, from the mass of the prompt's last rows."""
+        """Return the score of a prompt's tokens, given the mass that they received from the prompt's last rows."""
 
     @property
     def fading(self) -> float:
-        """Return the weight of a prompt's row relative to the next one."""
+        """Return the factor by which each row of a prompt counts less than the row after it."""
         return 1.0
 
     @cached_property
@@ -84,8 +84,8 @@ class PrefillOnly(Policy):
         return {"score": added if view.is_decode else torch.where(_prompts(view), self.rate(view, report.mass), added)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the result of `choose` in a prompt; for generated tokens the rating, or with ``decode=local`` an
-        order by age.
+        """Return the outcome of `choose` at the end of a prompt. In decode, return the rating, or an order by age
+        under ``decode=local``.
         """
         later = self._later(view, state)
         return later if view.is_decode else torch.where(_prompts(view), self.choose(view, state), later)
@@ -95,7 +95,9 @@ class PrefillOnly(Policy):
         return state["score"]
 
     def _later(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the rating; if ``decode=local``, an order that keeps chosen tokens and drops the oldest others."""
+        """Return the score in decode: the rating, or under ``decode=local`` an order that keeps the chosen tokens and
+        drops the oldest others.
+        """
         if self.decode != "local":
             return state["score"]
         return slide(view, self.protected(view.budget)[1])
@@ -128,7 +130,7 @@ class ObservationWindow(PrefillOnly):
         return self.decay
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the mass of the tokens before the window, pooled in the order of their positions.
+        """Return the mass of the tokens before the window, pooled over neighbouring positions.
 
         Where fewer tokens than the window are protected, its other tokens are rated, too.
         """
@@ -138,7 +140,7 @@ class ObservationWindow(PrefillOnly):
 
 
 def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
-    """Return a score that keeps the tokens a prompt's cut has chosen, and evicts generated ones oldest first.
+    """Return a score under which the tokens chosen at the end of the prompt stay, and generated ones go oldest first.
 
     Args:
         view: the slots.
@@ -149,6 +151,7 @@ def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
+    """Return which rows read a prompt in this step, with axes for heads and slots."""
     return view.reads[:, None, None]
 
 
@@ -156,7 +159,9 @@ def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
 
 
 def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """Return the Euclidean norm of what a group's heads add to the layer's output, see `OutputProjection`."""
+    """Return the norm ``‖W x‖`` of what the query heads of a group would add to the layer's output for the vectors
+    ``x``; ``‖x‖`` if the output projection cannot be read.
+    """
     if view.output is not None:
         return view.output.lengths(x)
     norms: Tensor = x.float().norm(dim=-1)
@@ -164,7 +169,9 @@ def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]
 
 
 def sizes(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """Return the sum of absolute values that a head adds to the output, see `kvkeep.types.OutputProjection`."""
+    """Return the L1 norm of what the query heads of a group would add to the layer's output for the vectors ``x``;
+    that of ``x`` if the output projection cannot be read.
+    """
     return x.float().abs().sum(dim=-1) if view.output is None else view.output.sizes(x)
 
 
@@ -216,7 +223,9 @@ class WorstCase(PrefillOnly):
         return {"score": torch.where(reads, rating, state["score"]), "size": size}
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the mean attention of the tokens that are chosen first, and 0 for the others."""
+        """Return the mean attention of the tokens that are chosen by it, the first stage of the choice, and 0 for the
+        others.
+        """
         number = view.new.clamp(min=1, max=self.window)[:, None, None]
         mean, older = mass / number, self._older(view)
         order = ranking.ranks(mean.masked_fill(~older, -1.0), view.positions).argsort(dim=-1, descending=True)
@@ -228,7 +237,7 @@ class WorstCase(PrefillOnly):
         return mean.masked_fill(~chosen, 0.0)
 
     def _sizes(self, state: State, view: View) -> Float[Tensor, "B Hk S"]:
-        """Return each token's share of all heads' sizes when it came; an equal share for a generated token."""
+        """Return each token's share in the sum of sizes over all heads, measured when the token came."""
         first = (view.seen - view.new)[:, None, None]
         found = sizes(view, view.values.masked_fill((view.positions < 0)[..., None], 0.0))
         everything = view.heads.all_slots(found, 0.0)
@@ -238,5 +247,5 @@ class WorstCase(PrefillOnly):
         return torch.where(view.positions >= first, shares.to(old.dtype), old)
 
     def _older(self, view: View) -> Bool[Tensor, "B Hk S"]:
-        """Return whether each slot holds a token from before the window."""
+        """Return a mask of the slots whose token comes before the window."""
         return (view.positions >= 0) & (view.positions < (view.seen - self.window)[:, None, None])

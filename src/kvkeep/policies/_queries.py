@@ -37,14 +37,14 @@ class Means:
 
 
 def pairs(x: Float[Tensor, "*H D"], half: int) -> Float[Tensor, "*H D"]:
-    """Return the length of each rotated pair in the first ``half`` dims, and zeros behind them."""
+    """Return the length of each rotated pair of dims in the first ``half`` dims, and zeros in the rest."""
     found = torch.zeros_like(x)
     found[..., :half] = torch.hypot(x[..., :half], x[..., half : 2 * half])
     return found
 
 
 def read(path: str, layer: int) -> Means:
-    """Read a layer's calibration, with one line for each query head.
+    """Read the query means of one layer from a calibration file, one line for each query head.
 
     Raises:
         PolicyError: the file cannot be read, or lacks heads of the layer.
@@ -63,7 +63,7 @@ def read(path: str, layer: int) -> Means:
 
 @functools.lru_cache(maxsize=4)
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
-    """Return the means of all heads in a calibration file, by layer and query head.
+    """Read a calibration file. Return the query means of all heads, by layer and query head.
 
     Raises:
         PolicyError: the file cannot be read, or is no calibration of TriAttention's.
@@ -125,7 +125,7 @@ class MeanQueries(Rounds):
             heads_of(self.calibration)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with a prompt's queries added to their mean; unchanged for generated tokens."""
+        """Return the state with a prompt's queries added to their running mean. Generated tokens change nothing."""
         if view.queries is None:
             return state
         queries, positions = view.queries
@@ -137,6 +137,7 @@ class MeanQueries(Rounds):
         weight = 1.0 / total.clamp(min=1.0)[..., None]
 
         def mean(before: Tensor, new: Tensor) -> Tensor:
+            """Return a running mean with the new queries added."""
             # NaN would stay in the mean for ever
             added = new.masked_fill(~counts, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(dim=(2, 3))
             after: Tensor = before + (added - before * number[..., None]) * weight
@@ -172,7 +173,7 @@ class MeanQueries(Rounds):
 
 
 def paired(view: View, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
-    """Return vectors with the dims of rotated pairs in two halves; products of two such vectors stay the same."""
+    """Return vectors with the dims of each rotated pair in two halves. Products of two such vectors stay the same."""
     return x if view.rotation is None else view.rotation.paired(x)
 
 
@@ -185,7 +186,7 @@ def half_of(view: View) -> int:
 
 
 def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B Hk G D"], Float[Tensor, "B Hk G D D"]]:
-    """Return each head's query mean and covariance. Padding and the first ``sinks`` tokens do not count."""
+    """Return the mean and the covariance of each query head, without padding and the first ``sinks`` tokens."""
     vectors = queries.vectors.float().unflatten(1, (heads, -1))
     counts = (queries.positions >= sinks)[:, None, None, :, None]
     number = counts.sum(dim=3).clamp(min=1)
@@ -195,8 +196,8 @@ def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B 
 
 
 def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
-    """Return the keys as unrotated queries ``ahead`` positions after the next token would see them, averaged over
-    ``ahead``, with dims as `paired` orders them.
+    """Return the keys as queries ``ahead`` positions after the next token would see them, averaged over ``ahead``:
+    their product with an unrotated query is the mean logit.
     """
     if view.rotation is None:
         return view.keys.float()
@@ -204,6 +205,7 @@ def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
     cos, sin = _average(view.rotation, far, ahead)
     half = cos.shape[-1]
     held = paired(view, view.keys).float()
+    # yaRN scales queries and keys alike; keys that are stored rotated have their factor already
     keys = held * view.rotation.scaling ** (1 if view.turned else 2)
     one, two, rest = keys[..., :half], keys[..., half : 2 * half], held[..., 2 * half :]
     return torch.cat([one * cos + two * sin, two * cos - one * sin, rest], dim=-1)
@@ -212,7 +214,7 @@ def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
 def _average(
     rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
-    """Return cosines and sines of the angles at these distances, averaged over the steps ahead."""
+    """Return the cosines and sines of the rotation angles at these distances, averaged over the steps ahead."""
     frequencies = rotation.on(far.device)
     start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)
     steps = ahead[:, None] * frequencies

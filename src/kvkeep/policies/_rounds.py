@@ -23,8 +23,8 @@ class Rounds(Policy):
     buffer: int = option(128, "tokens that go at once; at most half of the budget", within=(1, math.inf))
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Return how many tokens stay: the budget if it holds all tokens; else the budget less the buffer, but all
-        protected ones.
+        """Return how many tokens stay: all while they fit into the budget; otherwise the budget less the buffer, but
+        no fewer than are protected.
         """
         sinks, recent = self.protected(view.budget)
         held = (view.positions >= 0).sum(dim=-1)
@@ -45,7 +45,7 @@ class NewestRows(Rounds):
 
     @property
     def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
-        """Return the state: the mass of each of the newest rows. Row ``i`` is stored under ``i % window``."""
+        """Return the per-slot state: the mass from each of the newest rows, row ``i`` under ``i % window``."""
         return {f"row{place}": 0.0 for place in range(self.window)}
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -57,7 +57,7 @@ class NewestRows(Rounds):
         return Mass() if view.is_decode else RowMasses(rows=self.window, places=self.window)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with the masses of the oldest rows replaced by those of this step's rows.
+        """Return the state with the masses of this step's rows in place of those of the oldest ones.
 
         Probes change nothing.
         """
@@ -75,7 +75,7 @@ class NewestRows(Rounds):
         return state | found
 
     def mass(self, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the mass of the newest rows, summed."""
+        """Return the mass that each token received from all of the newest rows together."""
         return torch.stack([state[name] for name in self.slots]).sum(dim=0)
 
 
@@ -88,7 +88,7 @@ BLOCK_BYTES = 2**23
 def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
-    """Return a softmax over each head's tokens of the mean cosine of a token's key with all keys."""
+    """Return how redundant each token's key is: a softmax, over each head's tokens, of its mean cosine to all keys."""
     there = positions >= 0
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     broken = ~unit.isfinite().all(dim=-1)
@@ -101,6 +101,7 @@ def redundancy(
         cosines = unit[:, :, start : start + rows] @ unit.mT
         cosines.masked_fill_(places[start : start + rows, None] == places, 0.0)
         alike = torch.where(cosines > threshold, positions[:, :, None], -1)
+        # of several tokens that are alike, the newest does not count as redundant, so one of them stays
         newest = alike.amax(dim=-1, keepdim=True)
         total += cosines.masked_fill_((alike == newest) & (newest >= 0), 0.0).sum(dim=2)
     mean = total / there.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -49,6 +49,7 @@ class AhaKV(Policy):
     def observe(self, state: State, view: View, report: Report) -> State:
         """Return the state: a prompt's mass, summed and weighted by values; or a generated token's mass added."""
         prompts = view.reads[:, None, None]
+        # each piece of a prompt is judged by its own last rows alone
         raw = report.mass + state["raw"].masked_fill(prompts & self.recent_accumulation, 0.0)
         use = self.value_prior and not view.is_decode
         weighted = raw * value_prior(view.values, view.positions, self.kernel) if use else raw

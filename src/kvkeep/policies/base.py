@@ -90,7 +90,9 @@ class NearHeads:
     slots: int
 
     def score(self, view: View, own: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the policy's score; in the limited heads, the positions, with the first ``sinks`` tokens on top."""
+        """Return the policy's score. In the limited heads, return an order in which the first ``sinks`` tokens and
+        the newest stay.
+        """
         if not any(self.heads[view.layer]):
             return own
         near = view.heads.mine(marks(self.heads[view.layer], own.device)[None]) & (
@@ -103,7 +105,8 @@ class NearHeads:
 
 @functools.cache
 def marks(heads: tuple[bool, ...], device: torch.device) -> Bool[Tensor, " Hk"]:
-    """Return the marks of heads as a tensor on a device. The tensor is made once."""
+    """Return a cached boolean tensor of the limited heads on a device."""
+    # the tensor is cached, and its next reader may be outside of inference mode
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
 
@@ -239,6 +242,12 @@ def option(default: _T, text: str, *, within: tuple[int | float, int | float] = 
     return value
 
 
+@functools.cache
+def kinds_of(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the types of a policy's options by name. Resolving annotations takes a millisecond, so they are kept."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy(Abilities, abc.ABC):
     """A score per slot. Concrete policies are frozen, keyword-only dataclasses of options, and final.
@@ -264,7 +273,7 @@ class Policy(Abilities, abc.ABC):
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        kinds = typing.get_type_hints(type(self))
+        kinds = kinds_of(type(self))
         for entry in dataclasses.fields(self):
             value, kind = getattr(self, entry.name), kinds[entry.name]
             if not _is_a(value, kind):
@@ -283,7 +292,9 @@ class Policy(Abilities, abc.ABC):
 
     @property
     def named(self) -> str:
-        """Return the preset that has the policy's options; without one, the options that are not at their default."""
+        """Return the policy's options as people read them: the preset with these options, or else those that differ
+        from their defaults.
+        """
         options = set(self.changed.split(","))
         return next((name for name, text in self.presets.items() if set(text.split(",")) == options), self.changed)
 
@@ -332,7 +343,7 @@ class Policy(Abilities, abc.ABC):
         )
 
     def _needed(self, budget: int, pins: Spans) -> int:
-        """Return how many slots pinned tokens, protected tokens and the room that must stay free need together."""
+        """Return how many slots the pinned and protected tokens, and the room that must stay free, need together."""
         sinks, recent = self.protected(budget)
         return count(pins, sinks) + int(recent) + (self.grows.room if self.grows else 0)
 
@@ -359,11 +370,12 @@ class Policy(Abilities, abc.ABC):
 
 
 def _show(value: object) -> str:
+    """Return an option's value as a user writes it."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _is_a(value: object, kind: object) -> bool:
-    """Return whether a value has an option's declared type: int, float, bool, str, a choice, or a union of these."""
+    """Return whether a value has an option's declared type."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return any(_is_a(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

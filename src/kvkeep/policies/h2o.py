@@ -40,7 +40,7 @@ class H2O(HeavyHitters):
         return self.statistic if self.decay == 1.0 else Mass(decay=self.decay, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state: the past mass, faded if there is a decay, plus this step's mass."""
+        """Return the state: the past mass, reduced by the decay if there is one, plus this step's mass."""
         past = state["mass"] if self.decay == 1.0 else state["mass"] * (self.decay**view.new)[:, None, None]
         return {"mass": past + report.mass}
 

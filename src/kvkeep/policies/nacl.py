@@ -48,7 +48,9 @@ class NACL(PrefillOnly):
         return mass
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return a score that puts the best tokens first, then samples others from the softmax with Gumbel noise."""
+        """Return a score under which the best tokens stay, and the rest of the slots goes to tokens sampled from a
+        softmax of the scores (Gumbel noise).
+        """
         sinks, recent = self.protected(view.budget)
         free = average(view, (self.grows.stays(view) if self.grows else view.budget) - sinks - recent)
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant

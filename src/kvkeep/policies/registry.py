@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 
 from kvkeep.errors import PolicyError, closest, one_line
 from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, kinds_of
 
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
 _REFERRED: dict[type[Policy], str] = {}
@@ -31,7 +31,7 @@ _REFERRED: dict[type[Policy], str] = {}
 
 @functools.cache
 def available() -> dict[str, type[Policy]]:
-    """Return all policies, name → class: built-in ones, then third-party ones, each group in alphabetical order.
+    """Return all registered policies, name → class: built-in ones first, then those of other packages.
 
     Raises:
         PolicyError: a third-party entry point cannot be loaded, is no policy, or takes a built-in name.
@@ -95,7 +95,7 @@ def parse(text: str) -> Policy:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Return the name of a policy and the text of its options, which may be empty."""
+    """Split a policy's string into its name and the text of its options."""
     name, _, tail = text.strip().partition(":")
     if name not in available() and (found := _REFERENCE.fullmatch(text.strip())):
         return f"{found[1]}:{found[2]}", found[3] or ""
@@ -103,7 +103,8 @@ def split(text: str) -> tuple[str, str]:
 
 
 def class_of(name: str) -> type[Policy]:
-    """Return the class of a name or of ``module:Class``; modules may stand in the current directory.
+    """Return the policy class of a registered name, or of ``module:Class``. The module may lie in the current
+    directory.
 
     Raises:
         PolicyError: there is no such policy, module or class, or the class is no policy.
@@ -133,11 +134,12 @@ def class_of(name: str) -> type[Policy]:
 
 
 def _is_policy(value: object) -> bool:
+    """Return whether a value is a policy class."""
     return inspect.isclass(value) and issubclass(value, Policy)
 
 
 def _import(module: str) -> types.ModuleType:
-    """Import a module, also from the current directory as ``python -m`` does, and return it.
+    """Import a module, found as ``python -m`` would find it, and return it.
 
     Raises:
         PolicyError: there is no such module, or its import fails.
@@ -160,7 +162,7 @@ def _import(module: str) -> types.ModuleType:
 
 
 def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
-    """Return the values of a policy's options. Options that follow a preset override it.
+    """Parse the text behind a policy's name into option values. Options that follow a preset override it.
 
     Raises:
         PolicyError: unknown option or preset, or a value of the wrong kind.
@@ -172,12 +174,12 @@ def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
 
 
 def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
-    """Return the values of options that are written out.
+    """Parse options of the form ``name=value,name=value``.
 
     Raises:
         PolicyError: unknown option, or a value of the wrong kind.
     """
-    kinds = typing.get_type_hints(cls)
+    kinds = kinds_of(cls)
     known = [field.name for field in dataclasses.fields(cls)]
     values: dict[str, object] = {}
     for item in filter(None, (part.strip() for part in tail.split(","))):
@@ -206,7 +208,7 @@ def spec(policy: Policy) -> str:
 
 
 def label(policy: Policy | str) -> str:
-    """Return how people read a policy: as its preset if it has one, otherwise as `spec` writes it.
+    """Return a policy as people read it: with its preset if it has one, otherwise as `spec` writes it.
 
     Args:
         policy: the policy, or its string; one that cannot be read, of another version, is returned as it is.
@@ -222,6 +224,7 @@ def label(policy: Policy | str) -> str:
 
 
 def _labelled(policy: Policy) -> str:
+    """Return the label of a policy, even if its class is not registered."""
     try:
         name = name_of(policy)
     except PolicyError:  # a class that no package has registered
@@ -242,6 +245,7 @@ _MOST_SHOWN = 20
 
 
 def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Return a hint for a wrong name: the closest known one, and the list of all if it is short."""
     names = list(known)
     by_lower_case = {name.lower(): name for name in names}
     close = closest(wrong.lower(), by_lower_case)
@@ -250,7 +254,7 @@ def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def _convert(text: str, kind: object, where: str) -> object:
-    """Return the value of an option's text: int, float, bool, a choice or text.
+    """Convert an option's text to its declared type.
 
     ``none`` is ``None`` if the option may be.
 
@@ -260,6 +264,7 @@ def _convert(text: str, kind: object, where: str) -> object:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if text.lower() == "none":
             return None
+        # an option is of one type, or of one type and `None`
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)

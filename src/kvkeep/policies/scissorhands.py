@@ -49,8 +49,6 @@ class Scissorhands(BurstPolicy):
         return LowRows(window, self.theta, live, words=self.words, last=view.seen - 1, due=self.due(view))
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return a score that is highest for tokens that few rows found insignificant; the larger mass, or the older
-        token, breaks ties.
-        """
+        """Return a score that is highest for the tokens that the fewest rows of the window found insignificant."""
         second = -view.positions.float() if self.literal_ties else state["mass"]
         return ranking.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

@@ -60,5 +60,5 @@ class SpAtten(Policy):
 
 
 def _alive(view: View) -> Bool[Tensor, "B S"]:
-    """Return whether the layer before holds each token; in the first layer, whether the slot holds a token."""
+    """Return a mask of the tokens that the previous layer still holds; in the first layer, of the occupied slots."""
     return view.positions[:, 0] >= 0 if view.earlier is None else view.earlier.alive

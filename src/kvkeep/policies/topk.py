@@ -39,7 +39,7 @@ class TopK(Policy):
         return MassAndLast(last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with the newest row's mass in place of the last one's, and the mass of all rows added to."""
+        """Return the state: the mass from the newest row, and the sum of the mass from all rows."""
         return {"last": report.sums["last"], "mass": state["mass"] + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:

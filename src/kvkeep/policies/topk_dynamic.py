@@ -35,8 +35,8 @@ class TopKDynamic(Policy):
 
     @cached_property
     def focuses(self) -> Focus | None:  # type: ignore[override]  # depends on an option
-        """Return the rule that limits attention to a share of the older tokens; ``None`` if the share is all of
-        them.
+        """Return the rule that limits a generated token's attention to a share of the older tokens; ``None`` if it
+        sees all of them.
         """
         return Focus(TopKDynamic.top) if self.share < 1.0 else None
 

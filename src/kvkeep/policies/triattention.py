@@ -41,9 +41,12 @@ class TriAttention(MeanQueries):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the expected logit of each key."""
+        """Return the logit that each key is expected to have: with the mean query, averaged over distances, plus a
+        part for the spread of the queries.
+        """
         means, half = self.means(view, state), half_of(view)
         ahead = 2 ** torch.arange(self.octaves + 1, device=view.keys.device)
+        # keys that are stored rotated already have the factor of YaRN that queries also get
         scaling = 1.0 if view.rotation is None else view.rotation.scaling ** (1 if view.turned else 2)
         logits = (met(view, ahead) * means.query[:, :, None]).sum(dim=-1)
         return logits + scaling * (pairs(paired(view, view.keys).float(), half) * means.excess[:, :, None]).sum(dim=-1)

@@ -170,6 +170,7 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
 
 
 def _meant(address: str | None) -> str:
+    """Return the address of the cluster that Ray would join; ``local`` for one that it starts itself."""
     return address or os.environ.get("RAY_ADDRESS") or "local"
 
 
@@ -331,6 +332,7 @@ def check_room(
 
 
 def _memory(node: Node, need: Need) -> str:
+    """Return the part of an error about a node's free memory; empty if no memory is asked for."""
     return f" and {show_bytes(node.memory)} of free memory" if need.memory else ""
 
 

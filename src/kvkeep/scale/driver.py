@@ -84,6 +84,7 @@ def pool_size(workers: int, todo: int, *, piece: str, tell: Callable[[str], obje
 
 
 def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where needed."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

@@ -134,6 +134,8 @@ class Replica:
 
 
 def _own_name() -> str:
+    """Return the name that Ray Serve has given to the replica in which this runs."""
+
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
@@ -299,6 +301,7 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
 
     async def unprefixed(scope: Any, receive: Any, send: Any) -> None:
         """Pass a request to the router without the application's own path prefix, which replicas do not have."""
+        # a first request may come before Ray Serve has told this process of any replica
         if scope["type"] == "http" and not replicas.here():
             await replicas.facts()
         prefix = scope.get("root_path", "")

@@ -64,6 +64,7 @@ class RayReplicas:
 
     async def facts(self) -> list[ReplicaFacts]:
         """Return the facts of all replicas. Wait until Ray Serve has told this process of one."""
+        # a handle learns of replicas with its first call
         await self._handle.facts.remote()
         while not self.here():
             await asyncio.sleep(_STARTING_S)

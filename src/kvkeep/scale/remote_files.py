@@ -271,9 +271,12 @@ class Destination:
                     return
 
     def _size(self) -> int:
+        """Return the bytes of the local file; 0 if there is none."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def _exists(self) -> bool:
+        """Return whether the output is there already, and refuse a folder in its place."""
+
         from pyarrow import fs
 
         with self._explained("cannot be read"):
@@ -283,12 +286,14 @@ class Destination:
         return bool(kind != fs.FileType.NotFound)
 
     def _take_up(self) -> None:
+        """Copy an output that is there already to the local file, so that the job goes on from it."""
         if is_parquet(self.target):
             raise InputError(f"The output {self.target} exists. Remove it, or give another name.")
         what = f"cannot be read, or copied to {self._folder}"
         with self._explained(what), self._system.open_input_stream(self._at) as stream:
             with self._copy.open("wb") as file:
                 shutil.copyfileobj(stream, file)
+            # a copy that was cut off must not look like a whole output
             self._copy.replace(self.path)
 
     def _name(self) -> str:
@@ -303,6 +308,8 @@ class Destination:
 
     @property
     def _is_local(self) -> bool:
+        """Return whether the output lies in a local file system."""
+
         from pyarrow import fs
 
         return isinstance(self._system, fs.LocalFileSystem)

@@ -197,6 +197,9 @@ class Loop(threading.Thread):
             self._begin(task)
 
     def _begin(self, task: _Task) -> None:
+        """Add a line's requests to the engine. If one is refused, the others are cancelled and the line gets the
+        reason.
+        """
         numbers: list[int] = []
         try:
             numbers.extend(self._engine.add(request) for request in task.line.requests)
@@ -210,6 +213,7 @@ class Loop(threading.Thread):
             self._running |= {number: (task, place) for place, number in enumerate(numbers)}
 
     def _give_up(self, error: BaseException) -> None:
+        """Cancel all requests that run, and hand their lines an error."""
         for number in self._running:
             self._engine.cancel(number)
         for task in {id(task): task for task, _ in self._running.values()}.values():
@@ -306,6 +310,7 @@ class ModelWorker:
 
 
 def _refusal(number: int, why: str) -> WorkResult:
+    """Return the result of a line that this node refuses, with the node's name."""
     return WorkResult(number, refused=True, reason=f"On {platform.node()}: {why}")
 
 

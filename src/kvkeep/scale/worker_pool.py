@@ -189,6 +189,7 @@ class WorkerSlot:
         silent = time.monotonic() - self.heard
         if self.facts is None or not self.running or silent < self.patience_s:
             return None
+        # a worker that hangs is named again, but not in every round
         self.patience_s *= 2
         return (
             f"worker {self.number} (process {self.facts.pid} on {self.facts.host}) has answered nothing for "
@@ -356,6 +357,7 @@ class WorkerPool(Generic[F]):
             self._dismiss(slot)
 
     def _check_alive(self) -> None:
+        """Raise an error if the cluster is gone, and remember that it is."""
         try:
             check_alive(self._ray)
         except LostClusterError:
@@ -363,10 +365,12 @@ class WorkerPool(Generic[F]):
             raise
 
     def _hire(self, slot: WorkerSlot) -> None:
+        """Start a worker in a slot. It takes the weights' layout of the first worker, if that is known."""
         slot.handle = self._remote.remote(self._make)
         slot.starting = slot.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
 
     def _dismiss(self, slot: WorkerSlot) -> None:
+        """End a slot's worker and leave the slot empty."""
         if slot.handle is not None:
             with suppress(Exception):  # it is gone, or the cluster is
                 self._ray.kill(slot.handle, no_restart=True)

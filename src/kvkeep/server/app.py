@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -52,7 +53,7 @@ Route: TypeAlias = Callable[[Request], Awaitable[Response]]
 def make_app(
     served: ServedModel, settings: ServerSettings, origins: Sequence[str] = (), leases: Leases | None = None
 ) -> FastAPI:
-    """Return the application that serves a model.
+    """Return the web application that serves a model.
 
     Args:
         served: the model.
@@ -86,7 +87,7 @@ def make_app(
 def _counted(
     served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
 ) -> tuple[RateLimits, Metrics]:
-    """Return the limits of keys and the metrics. The metrics listen to the queue and to the limits."""
+    """Return the rate limits and the metrics, with the metrics listening to the queue and the limits."""
     limits = RateLimits(settings.key_requests, settings.key_tokens)
     metrics = Metrics(served.engine, settings.name, sessions)
     queue.ended.append(metrics.note)
@@ -133,6 +134,7 @@ def _add_sessions(app: FastAPI, routes: SessionRoutes) -> None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Give the application its threads when it starts."""
     use_threads()
     yield
 
@@ -142,21 +144,27 @@ def use_threads() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
 
 
+_IN_PATH = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
 def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | None = None) -> None:
-    """Add a route. The schema of its body, if it has one, is shown in the OpenAPI document."""
-    extra: dict[str, Any] = {}
+    """Add a route. The OpenAPI document shows the parameters of its path and the schema of its body, if it has one."""
+    # said here, since a route of kvkeep reads its request itself
+    named = re.findall(r"{(\w+)", path)
+    extra: dict[str, Any] = {"parameters": [{**_IN_PATH, "name": name} for name in named]} if named else {}
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         for name, part in schema.pop("$defs", {}).items():
+            # FastAPI does not put these definitions into the components of the document, where references lead
             schema = _inlined(schema, name, part)
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
     if method == "GET":  # load balancers ask for the status alone
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:
-    """Return a JSON schema in which each reference to the definition ``name`` is replaced by ``part``."""
+    """Return a JSON schema with a definition written out in place of each reference to it."""
     if isinstance(schema, dict):
         if schema.get("$ref") == f"#/components/schemas/{name}":
             return part

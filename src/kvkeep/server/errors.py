@@ -51,7 +51,7 @@ class RefusalError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the standard error object."""
+        """Return the error object of OpenAI's API."""
         kind = "server_error" if self.status >= 500 else _KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -61,10 +61,7 @@ class GoneError(Exception):
 
 
 def refusal_of(error: KVKeepError) -> RefusalError:
-    """Return the refusal for an error in the request, with its message as a sentence.
-
-    Its status is 429 if the engine is busy, otherwise 400.
-    """
+    """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400."""
     text = str(error)
     sentence = text[:1].upper() + text[1:]
     if not sentence.endswith((".", "!", "?")):
@@ -78,8 +75,8 @@ def refusal_of(error: KVKeepError) -> RefusalError:
 
 @contextmanager
 def in_words_of(form: str | None) -> Iterator[None]:
-    """Where a refusal is raised in the body for the form of an answer, name it by the parameter that the client has
-    used.
+    """Rename the parameter in refusals that the body raises about the form of an answer: clients ask for it under
+    several names.
 
     Args:
         form: the client's name for the form; ``None`` renames nothing.
@@ -103,6 +100,8 @@ def parameter(name: str, reason: str) -> RefusalError:
 
 
 def _argument(text: str) -> str | None:
-    """Return the parameter of kvkeep that a message begins with, such as ``guard`` of ``guard=7``; else ``None``."""
+    """Return the parameter with which a message begins, such as ``guard`` in ``guard=7 is …``; ``None`` if it begins
+    with none.
+    """
     name, found, _ = text.partition("=")
     return name if found and name.isidentifier() else None

@@ -47,7 +47,7 @@ class AnswerHead:
         self._chat = parsed.is_chat
 
     def chunk(self, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-        """Return a chunk with these choices."""
+        """Return a chunk of the answer with these choices."""
         return {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self.name}",
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -75,11 +75,11 @@ class _Choice:
         self._length = 0
 
     def first(self, text: str = "") -> dict[str, Any]:
-        """Return the choice that comes first: in a chat the role, else the echoed prompt."""
+        """Return the choice of the first chunk: the role in a chat, the echoed prompt in a completion."""
         return self._choice({"role": "assistant", "content": ""} if self._chat else text)
 
     def next(self, event: Event) -> list[dict[str, Any]]:
-        """Return the choices of an event, one for each chunk; an empty list if the event completes no text.
+        """Return the choices that an event adds, one for each chunk; an empty list if it completes no text.
 
         Log-probabilities of held-back text are sent with the next choice.
         """
@@ -103,7 +103,7 @@ class _Choice:
         return [*self._calls.add(event.text), *ended]
 
     def _ready(self, event: Event) -> list[Scored]:
-        """Return the tokens of the text that has been sent, with their log-probabilities."""
+        """Return the tokens whose text has been sent completely, with their log-probabilities."""
         if self._scored is None:
             return []
         return self._scored.within(self._length) if event.result is None else self._scored.rest(event.result)
@@ -111,6 +111,7 @@ class _Choice:
     def _choice(
         self, delta: Mapping[str, Any] | str, reason: str | None = None, tokens: Sequence[Scored] = ()
     ) -> dict[str, Any]:
+        """Return one entry of ``choices`` in the form of the API."""
         scores: dict[str, Any] | None = None
         if tokens and self._texts:
             content, columns = logprobs.content, logprobs.columns
@@ -151,7 +152,8 @@ class _UsageSoFar:
 async def answer_chunks(
     parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], options: StreamOptions
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """Yield the chunks of an answer. The first one is empty, for `begun`, and means that the request has a row.
+    """Run the requests of an answer and yield its chunks, after an empty one (for `begun`) once the first request has
+    a row.
 
     Args:
         parsed: the request that is answered.
@@ -276,7 +278,7 @@ class GenerateRoutes:
         return EventStream(request, ready, ping_s=self._settings.ping_s, write_s=self._settings.read_timeout_s)
 
     def _whole(self, parsed: ParsedRequest, results: list[Result]) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed, with usage and echoes."""
+        """Return the JSON body of an answer that is not streamed."""
         if parsed.scores_only:  # the engine has drawn a token, and none was asked for
             nothing: dict[str, Any] = {"token_ids": (), "text": "", "logprobs": (), "finish_reason": "length"}
             results = [dataclasses.replace(result, **nothing) for result in results]

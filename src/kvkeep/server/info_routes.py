@@ -116,7 +116,7 @@ class InfoRoutes:
         }
 
     def _ids(self, body: TokenizeBody) -> tuple[list[int], tuple[str, ...]]:
-        """Return the tokens of a body, and the names of its fields that have no effect."""
+        """Return the token ids of a body, and the names of its fields that have no effect."""
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:
@@ -136,6 +136,7 @@ class InfoRoutes:
 
 
 def _plain(token: object) -> str | None:
+    """Return a special token as text; ``None`` stays ``None``."""
     return None if token is None else str(token)
 
 

@@ -106,7 +106,7 @@ class Metrics:
         return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def note(self, result: Result) -> None:
-        """Add a finished request to the counters and histograms. Times that the result does not have are left out."""
+        """Count a finished request in all counters and histograms."""
         new = len(result.token_ids)
         self._prompt.labels(self._name).inc(result.prompt_tokens)
         self._new.labels(self._name).inc(new)
@@ -148,9 +148,11 @@ class Metrics:
         yield "kvkeep_session_disk_bytes", "Bytes of the files of sessions.", on_disk
 
     def _counter(self, name: str, text: str) -> Counter:
+        """Register a counter of the model."""
         return Counter(name, text, (_LABEL,), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        """Register a histogram of the model."""
         return Histogram(name, text, (_LABEL,), registry=self._registry, buckets=buckets)
 
 

@@ -93,7 +93,9 @@ class AuthMiddleware:
             _check_page(scope, headers, self._origins)
 
     def _name_ignored(self, message: Message, scope: Scope) -> None:
-        """Name the fields that nobody knows in the answer's head, and those that are new in the log."""
+        """Add a header that names the request's unknown fields to the head of its answer, and log those seen for the
+        first time.
+        """
         ignored: Sequence[str] = scope["state"].get("ignored", ())
         if not ignored or message["type"] != "http.response.start":
             return
@@ -105,7 +107,8 @@ class AuthMiddleware:
         message["headers"] = [*message["headers"], (IGNORED.lower().encode(), ", ".join(names).encode())]
 
     def _begun(self, scope: Scope, owner: str) -> Meter | None:
-        """Return the meter of a request whose tokens count for its key.
+        """Start counting a request against the limits of its key, and return its meter; ``None`` if the request does
+        not count here.
 
         Return ``None`` for other requests, and for one from a router, which has its own meter.
 
@@ -119,7 +122,7 @@ class AuthMiddleware:
 
 
 def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
-    """Refuse a request that a browser sends for a page of another origin.
+    """Refuse a request that a browser sends on behalf of a page of another origin.
 
     Raises:
         RefusalError: the page is a foreign one, and may not call the server.
@@ -137,14 +140,15 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
 
 
 def _same_origin(origin: str, host: str | None) -> bool:
-    """Tell whether a page comes from the server that its request goes to."""
+    """Return whether the page that a request comes from was served by this server."""
     scheme, _, place = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme, "")
     return place != "" and place.removesuffix(port) == (host or "").lower().removesuffix(port)
 
 
 def _check_body(scope: Scope, headers: Headers) -> None:
-    """Refuse a body that is not said to be JSON: a browser sends other types for any page, without asking first.
+    """Refuse a body whose content type is not JSON. Browsers send other types for any page without asking the server
+    first.
 
     Raises:
         RefusalError: it has another content type, or none.
@@ -183,4 +187,5 @@ def _note(scope: Scope, owner: str, status: int, seconds: float) -> None:
 
 
 def _shown(scope: Scope) -> str:
+    """Return the path with unprintable characters replaced, so that it cannot fake a line of the log."""
     return "".join(character if character.isprintable() else "?" for character in str(scope["path"])[:200])

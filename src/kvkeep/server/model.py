@@ -61,7 +61,7 @@ class ServedModel:
         bounded: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt. A single message without a chat template is encoded as its text.
+        """Return the token ids of a prompt.
 
         Args:
             prompt: a text, token ids, or messages.
@@ -94,7 +94,7 @@ class ServedModel:
         return reads(self.checkpoint.tokenizer, variable)
 
     def _check_length(self, prompt: Prompt) -> None:
-        """Refuse a text with more characters than ``longest`` tokens could have, before the slow tokenizer sees it.
+        """Refuse a text that must be too long by its characters alone, before the slow tokenizer sees it.
 
         Without a limit check nothing; token ids count as no text.
 
@@ -133,7 +133,7 @@ class ServedModel:
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
-        """Return what decodes single tokens."""
+        """Return the decoder of single tokens."""
         return TokenTexts(self.checkpoint.tokenizer)
 
 
@@ -154,7 +154,7 @@ _CALLED: list[dict[str, Any]] = [
 
 
 def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
-    """Return how a model uses tools.
+    """Find out how a model calls tools, from what its chat template writes for a probe conversation.
 
     Args:
         checkpoint: its tokenizer has the chat template.
@@ -172,7 +172,9 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
 
 
 def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
-    """Return the text of a conversation with a tool; empty without a template, or if the template refuses it."""
+    """Return the text that the chat template makes of a conversation with a tool; empty if there is no template, or
+    it refuses tools.
+    """
     if checkpoint.tokenizer.chat_template is None:
         return ""
     try:
@@ -182,14 +184,14 @@ def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
 
 
 def _writes(form: ToolForm, text: str) -> bool:
-    """Return whether the text has the probe's tool call, written in a form."""
+    """Return whether a text contains the probe's tool call in this form."""
     marks = [form.mark] if form.needs_mark else [""]
     return any(f"{mark}{begin}{_NAME}{form.middle}{{" in text for mark in marks for begin in form.opens)
 
 
 def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
-    """Return the id of the special token that is a form's mark; ``None`` if it is none, or occurs several times in an
-    answer.
+    """Return the id of the special token that marks a call in this form; ``None`` if no single token does, or it
+    occurs several times in an answer.
     """
     if form.next is not None and form.mark in form.next:
         return None

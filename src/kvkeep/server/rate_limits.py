@@ -47,7 +47,7 @@ class RateLimits:
         self.refused: list[Callable[[RefusalError], object]] = []
 
     def begin(self, owner: str) -> Meter:
-        """Return the meter of a key's request, which counts as running until the meter is told that it ended.
+        """Count a new request of a key, and return its meter; refuse it if the key is at a limit.
 
         Raises:
             RefusalError: the key has used all that it may.
@@ -65,13 +65,13 @@ class RateLimits:
             self._spent[owner] = self._used(owner) + tokens, self._clock()
 
     def end(self, owner: str) -> None:
-        """Count one request of a key less as waiting or running."""
+        """Count a request of a key as ended."""
         self._active[owner] -= 1
         if not self._active[owner]:
             del self._active[owner]
 
     def _refusal(self, owner: str) -> RefusalError | None:
-        """Return the refusal with which a key may not begin a request now; ``None`` if it may."""
+        """Return the refusal of a new request of this key; ``None`` if the request may begin."""
         if self._requests is not None and self._active.get(owner, 0) >= self._requests:
             return _refused(f"This key has {self._requests} requests running, the most that it may.", "key_requests", 1)
         if self._tokens is not None and (over := self._used(owner) - self._tokens) >= 0:
@@ -80,7 +80,9 @@ class RateLimits:
         return None
 
     def _used(self, owner: str) -> float:
-        """Return the tokens that count against a key now. Used tokens drop out evenly over a minute."""
+        """Return how many tokens count against a key now. Tokens stop counting evenly over a minute, as in a leaky
+        bucket.
+        """
         used, when = self._spent.get(owner, (0.0, 0.0))
         return max(0.0, used - (self._clock() - when) * (self._tokens or 0) / 60)
 
@@ -112,7 +114,9 @@ class Spending:
         self._told: defaultdict[int, int] = defaultdict(int)
 
     def note(self, place: int, event: Event) -> None:
-        """Count the tokens of an event. The last event of a request corrects the sum to the result's tokens."""
+        """Report the tokens of an event to the meter. The last event of a request corrects their sum to the
+        result's.
+        """
         new = event.read_tokens + (event.token_id is not None)
         if event.result is not None:
             new = _all(event.result) - self._told[place]
@@ -121,9 +125,10 @@ class Spending:
 
 
 def _all(result: Result) -> int:
-    """Return the tokens that a request has read and written, without those from a cache."""
+    """Return how many tokens a request has read and written, without those from a cache."""
     return result.prompt_tokens - result.cached_tokens + len(result.token_ids)
 
 
 def _refused(message: str, code: str, wait: int) -> RefusalError:
+    """Return a refusal with status 429 that says when to try again."""
     return RefusalError(429, f"{message} Try again in {wait} s.", code=code, headers={"Retry-After": str(wait)})

@@ -129,14 +129,16 @@ class _Away:
         self._untold = Used(self._untold.tokens, ended=True)
 
     def send(self, message: Message) -> None:
-        """Send a message, together with the use that was not reported yet."""
+        """Send a message to the router, with the use that has not been reported yet."""
         if self._untold != Used():
             message, self._untold = {**message, USED: self._untold}, Used()
         self._put(message)
 
 
 async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
-    """Yield the messages with which an application answers. Whoever closes the generator is a client that leaves."""
+    """Run an application on a request, and yield the messages of its answer. Closing the generator counts as the
+    client's leaving.
+    """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
 
@@ -163,7 +165,9 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
 
 
 def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers to forward with a request: names in lower case, without those about the connection."""
+    """Return the headers that are forwarded with a request: lower-case names, without those of the connection
+    itself.
+    """
     dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in dropped)
 
@@ -198,7 +202,7 @@ class PlacementRequest:
 
 
 def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> PlacementRequest:
-    """Return what a request needs of its replica, as its path and body show.
+    """Return what a request needs of its replica, judging by its path and body.
 
     Whatever is wrong with the body is ignored here; the replica reports it.
 
@@ -224,7 +228,7 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
-    """Return hashes of a prompt's beginnings in steps of 512 characters, the longest beginning first.
+    """Return hashes of a prompt's prefixes in steps of 512 characters, the longest first.
 
     Only prompts under the same policy and budget share memory.
     """
@@ -238,7 +242,7 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
 
 
 def _written(prompt: object) -> str:
-    """Return a prompt as JSON, without the messages of a list that lie behind the longest beginning."""
+    """Return a prompt as JSON text, cut behind the longest prefix that is hashed."""
     text = ""
     for message in prompt if isinstance(prompt, list) else [prompt]:
         text += f"{json.dumps(message)}, "
@@ -248,13 +252,13 @@ def _written(prompt: object) -> str:
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
-    """Return a body's field if it is a short text, as names are; else ``None``."""
+    """Return a field of a body if it is a short string, as names are; else ``None``."""
     value = body.get(name)
     return value if isinstance(value, str) and len(value) <= _LONGEST else None
 
 
 def _rows(body: Mapping[str, Any]) -> int:
-    """Return the number of rows that a body asks for: one for each choice of each prompt. A bad ``n`` counts as 1."""
+    """Return the number of rows that a body needs: one for each choice of each prompt."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts
@@ -275,7 +279,7 @@ class Places:
         self._count = itertools.count(1)
 
     def find(self, key: Key, here: Mapping[str, int]) -> str | None:
-        """Return the replica that is known to hold something; ``None`` if it is unknown or has ended.
+        """Return the replica known to hold a session or an answer; ``None`` if none is known, or it has ended.
 
         This counts as a use.
         """
@@ -286,19 +290,21 @@ class Places:
         return holder
 
     def note(self, key: Any, replica: str) -> None:
-        """Store which replica holds something, and drop the entries that were not used for longest."""
+        """Remember which replica holds something, and forget what was not used for longest."""
         self._known[key] = replica
         self._known.move_to_end(key)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """Drop the entry of the replica that was thought to hold something, if there is one."""
+        """Forget which replica holds something."""
         self._known.pop(key, None)
 
     @contextmanager
     def made(self, key: Key, replica: str) -> Iterator[bool]:
-        """Reserve a name for a replica while it makes a session. Yield ``False`` if another replica is making it."""
+        """Reserve the name of a session while a replica makes it. Yield ``False`` if another replica is making one of
+        that name.
+        """
         mine = self._makers.setdefault(key, replica) == replica
         self._making[key] += mine
         try:
@@ -309,13 +315,14 @@ class Places:
                 del self._making[key], self._makers[key]
 
     def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
-        """Choose a replica for a request that can run anywhere: one with its prompt's beginning and a free row, else
-        the emptiest.
+        """Choose a replica for a request that can run anywhere: one that has read the prompt's beginning and has a
+        free row, else the emptiest.
 
         The replica is stored as the holder of the prompt's beginnings.
         """
         emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
         warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
+        # a request that waits for a row takes longer than one that reads its prompt
         chosen = warm if warm is not None and self.busy[warm] < max(1, here[warm]) else emptiest
         for key in wish.beginnings:
             self.note(key, chosen)

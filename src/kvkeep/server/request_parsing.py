@@ -34,7 +34,7 @@ class BodyEncoder(Protocol):
 
     @property
     def tool_use(self) -> ToolUse:
-        """Return how the model uses tools."""
+        """Return the form in which the model writes calls of tools."""
 
     def encode(
         self,
@@ -80,7 +80,8 @@ class ParsedRequest:
 
 
 def parse_request(url: str, body: Generating, served: BodyEncoder, settings: ServerSettings) -> ParsedRequest:
-    """Return a body of a chat or a completion as requests. Tokenizing takes time, so call it in a thread.
+    """Parse the body of a chat or a completion into requests to the engine. Tokenizing takes time, so call it in a
+    thread.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
@@ -113,7 +114,7 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
 def parse_turn(
     body: Generating, served: BodyEncoder, settings: ServerSettings, *, before: int, adapter: str | None
 ) -> ParsedRequest:
-    """Return a chat's body as the turn of a session, whose messages continue the conversation.
+    """Parse the body of a chat into the next turn of a session.
 
     Args:
         body: the body.
@@ -145,9 +146,8 @@ def parse_turn(
 
 
 def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
-    """Read a body as OpenAI's parameters.
-
-    Also return whether the answer echoes prompts, and whether no new token is asked for.
+    """Read a body as OpenAI's parameters. Also return whether the answer echoes its prompts, and whether it has no
+    new token.
 
     Raises:
         ParameterError: ``stream_options`` are given without ``stream``, or a parameter cannot be honoured.
@@ -163,13 +163,14 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 
 
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
-    """Return the sampling parameters for what a body does not say: OpenAI's defaults, and a random seed."""
+    """Return the sampling parameters that apply where a body says nothing: OpenAI's defaults, and a random seed."""
     most = settings.max_new_tokens if parameters.url == CHAT or parameters.unbounded else _FEW
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
 def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
-    """Return the sampling parameters with ``max_new_tokens`` reduced to the positions left after the prompt.
+    """Return the sampling parameters with ``max_new_tokens`` limited to what the server's length limit leaves after
+    the prompt.
 
     Without a limit of the server, return them as they are.
 
@@ -188,8 +189,8 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return kvkeep's own fields of a body (budget or ``keep_ratio``, pins, guard) as options of a request; check its
-    policy.
+    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard) as options of a request. The
+    policy is checked too.
 
     Raises:
         KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
@@ -209,7 +210,7 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
-    """Return one request of a body. ``wishes`` replace options that the body's parameters give.
+    """Build one request of a body. Options in ``wishes`` win over those of the body's parameters.
 
     Raises:
         KVKeepError: an option is out of range, in the words of the body.
@@ -236,7 +237,7 @@ def sampling_request(
     own: Mapping[str, Any],
     before: int,
 ) -> tuple[ParsedBody, Request]:
-    """Read a body that has other parameter names as a chat's body, and build its request.
+    """Read a body whose parameters have other names as if it were a chat's, and build its request.
 
     Args:
         served: counts the tokens of the messages.
@@ -269,7 +270,9 @@ def _conversation(parameters: ParsedBody) -> dict[str, Any]:
 
 
 def _counted(parameters: ParsedBody, served: BodyEncoder, settings: ServerSettings) -> int:
-    """Count the tokens of a turn's messages, or return 0 if the server has no limit."""
+    """Return the number of tokens of a turn's messages; 0 if the server has no length limit, so that nobody needs
+    it.
+    """
     if not settings.max_model_len:
         return 0
     return len(served.encode(parameters.prompts[0], tools=parameters.described, template=parameters.template))

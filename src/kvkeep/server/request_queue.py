@@ -52,7 +52,8 @@ class RequestQueue:
         self._seconds = 1.0  # that a request took, as a moving mean
 
     async def run(self, streams: Sequence[AsyncEvents], meter: Meter) -> Run:
-        """Run requests together: yield ``None`` once the first has a row, then each event with its request's index.
+        """Run requests together. Yield ``None`` once the first has a row, then each event with the index of its
+        request.
 
         Whoever closes the generator cancels the requests.
 
@@ -108,7 +109,7 @@ class RequestQueue:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Call the listeners in ``refused`` with a refusal that the body raises, and raise it again."""
+        """Tell the listeners in ``refused`` of a refusal that the body raises."""
         try:
             yield
         except RefusalError as refusal:
@@ -118,7 +119,8 @@ class RequestQueue:
 
     @contextmanager
     def _admitted(self, count: int) -> Iterator[None]:
-        """Count requests as active while the context lasts, and measure how long they take.
+        """Count requests as active inside the context, and measure how long they take; refuse them if the queue is
+        full.
 
         Raises:
             RefusalError: the queue is full, the requests are too many, or the server drains.
@@ -142,14 +144,15 @@ class RequestQueue:
 
     def _busy(self, why: str) -> RefusalError:
         """Return the refusal for a full queue, with an estimate of when to retry."""
+        # requests in front of a new one leave in groups of as many as there are rows
         turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)
         wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
         message = f"{why} Try again in {wait} s."
         return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
 
     async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Arrival]) -> list[tuple[int, Event]]:
-        """Wait until the first request has a row or an event is there; return that event in a list, which else is
-        empty.
+        """Wait until the first request has a row, or an event has arrived. Return that event in a list, which is
+        empty without one.
 
         Raises:
             RefusalError: no row was free in time, or the event is a failure.
@@ -166,7 +169,7 @@ class RequestQueue:
         return [] if events.empty() else [_opened(streams, events.get_nowait())]
 
     def _end(self, result: Result) -> None:
-        """Call the listeners in ``ended`` with a result, and refuse one that failed or was cancelled.
+        """Tell the listeners in ``ended`` of a result, and raise a refusal if it failed or was cancelled.
 
         Raises:
             RefusalError: the request has failed or was cancelled.
@@ -184,7 +187,7 @@ class RequestQueue:
 
 
 def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
-    """Yield the events that are still in a queue, without waiting. Failures are dropped."""
+    """Yield the events that are still in a queue, without waiting. Failures are dropped: nobody is left to be told."""
     while not events.empty():
         index, event = events.get_nowait()
         if isinstance(event, Event):
@@ -192,7 +195,7 @@ def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
 
 
 async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]) -> None:
-    """Queue a request of the engine, whose events then go to ``events``. A failure to queue it goes there as well."""
+    """Queue a request in the engine, and let its events, or the failure to queue it, go to ``events``."""
 
     def sink(event: Event | BaseException) -> None:
         events.put_nowait((index, event))
@@ -206,7 +209,7 @@ async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]
 
 
 def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Event]:
-    """Return the request index and the event of an entry that was taken out of a queue; raise a failure.
+    """Return the request index and the event of a queue entry; raise the entry instead if it is a failure.
 
     Raises:
         BaseException: the entry is a failure; a `KVKeepError` becomes a `RefusalError`.
@@ -221,6 +224,7 @@ def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Even
 
 
 def _late(limit: float) -> RefusalError:
+    """Return the refusal for a request that ran longer than allowed."""
     message = f"The request took longer than {limit:g} s and was cancelled. Ask for fewer tokens."
     return RefusalError(503, message, code="timeout")
 
@@ -236,7 +240,7 @@ async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEve
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
-    """Call a function that takes time in a thread, and return its result.
+    """Run a slow function in a thread and return its result. Errors of kvkeep become refusals.
 
     Raises:
         RefusalError: the function raised a `KVKeepError`.

@@ -47,7 +47,7 @@ _INCLUDABLE = (
 def parse_response_body(
     body: ResponseBody, served: ServedModel, settings: ServerSettings, *, before: int | None
 ) -> tuple[ParsedBody, Request]:
-    """Return a body of ``/v1/responses`` as a chat's parameters, and its request.
+    """Parse a body of ``/v1/responses`` into the parameters of a chat, and build its request.
 
     Args:
         body: the body.
@@ -89,7 +89,7 @@ def _logprobs(body: ResponseBody) -> dict[str, Any]:
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
-    """Return the body's output format as fields with a chat's names; empty if it names none.
+    """Return the format that a body asks for, as the fields of a chat.
 
     Raises:
         ParameterError: the format is no JSON object, or the text is to be longer or shorter than others.
@@ -104,7 +104,7 @@ def _form(body: ResponseBody) -> dict[str, Any]:
 
 
 def _tools(body: ResponseBody) -> dict[str, Any]:
-    """Return the body's tools in a chat's form, which nests functions inside of tools.
+    """Return a body's tools as the fields of a chat, which nests each function inside a tool.
 
     Raises:
         ParameterError: a tool is no function.
@@ -118,7 +118,7 @@ def _tools(body: ResponseBody) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return which tools may be called, in a chat's form."""
+    """Return ``tool_choice`` in the form of a chat."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
@@ -128,7 +128,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """Return an input's items as chat messages. Calls of tools become a part of the assistant's message before them.
+    """Return the items of an input as chat messages. Calls of tools join the assistant's message before them.
 
     Raises:
         InputError: there is no message, or an item is of an unknown form.
@@ -154,7 +154,7 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def _thoughts(name: str, item: dict[str, Any]) -> str:
-    """Return the text of an item of reasoning, which clients send back before the answer; often it has none."""
+    """Return the text of a reasoning item, which clients send back before the answer. Often it is empty."""
     parts = item["content"] if isinstance(item.get("content"), list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return whole_text(name, "\n".join(text for text in texts if isinstance(text, str)))
@@ -190,7 +190,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the call of a tool in a chat's form.
+    """Return a tool call in the form of a chat.
 
     Raises:
         ParameterError: the call has another form.
@@ -203,6 +203,7 @@ def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(name: str, given: object) -> str:
+    """Return a text, after checking that it is one that UTF-8 can encode."""
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
     return whole_text(name, given)
@@ -221,6 +222,7 @@ def _content(name: str, content: object, field: str) -> str:
 
 
 def _input_text(name: str, part: object) -> str:
+    """Return the text of one part of a message's content."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text", "refusal"):
@@ -270,6 +272,7 @@ class MessageItem:
         }
 
     def _part(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event about this item's text."""
         return _event(kind, self.place, item_id=self.id, content_index=0, **fields)
 
 
@@ -305,10 +308,12 @@ class ToolCallItem:
 
 
 def _event(kind: str, place: int, **fields: Any) -> dict[str, Any]:
+    """Return an event about the item with index ``place``."""
     return {"type": kind, "output_index": place, **fields}
 
 
 def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return a text in the form in which the API nests it in messages."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
@@ -345,7 +350,7 @@ class ResponseStream:
             yield self._numbered({"type": kind, "response": self._whole("in_progress", [])})
 
     def more(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the events of a token: added text and tool calls.
+        """Add a token, and yield the events of the text and tool calls that it completes.
 
         An answer without any gets an empty message at its end.
         """
@@ -374,6 +379,7 @@ class ResponseStream:
         return [*self._calls.add(event.text), *(self._calls.end() if event.result is not None else ())]
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
+        """Add text to the message, and yield its events."""
         if not self._items:
             yield from self._begun(MessageItem(0))
         item = self._items[-1]
@@ -382,10 +388,11 @@ class ResponseStream:
         yield from map(self._numbered, item.more(text, self._entries(ready)))
 
     def _entries(self, tokens: Sequence[Scored]) -> list[dict[str, Any]]:
+        """Return tokens with their log-probabilities in the form of the API."""
         return logprobs.output_text(tokens, self._texts) if self._texts and tokens else []
 
     def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
-        """Close the item before, if there is one, and open another; yield the events of both."""
+        """Close the last item, if there is one, and open another. Yield the events of both."""
         if self._items:
             yield from map(self._numbered, self._items[-1].end("completed"))
         self._items.append(item)
@@ -402,7 +409,8 @@ class ResponseStream:
         new = len(result.token_ids)
         usage = {
             "input_tokens": result.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": result.cached_tokens},
+            # strict clients require every count; what a prompt leaves for later ones is not told apart here
+            "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": new,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": result.prompt_tokens + new,
@@ -413,6 +421,7 @@ class ResponseStream:
         return {**self._whole(_status(result), items), "usage": usage}
 
     def _whole(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the response object with this status and output."""
         body = self._body
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -444,10 +453,12 @@ class ResponseStream:
         }
 
     def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return an event with the next sequence number."""
         return {"type": event["type"], "sequence_number": next(self._numbers), **event}
 
 
 def _status(result: Result) -> str:
+    """Return the status of a finished response."""
     return "completed" if result.finish_reason == "stop" else "incomplete"
 
 
@@ -472,7 +483,7 @@ class ResponsesRoutes:
         return self._stored.holds(owner, name)
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Answer a body, and store the answer so that it can be continued, unless the body says no."""
+        """Answer a body. Unless the body says no, store the answer, so that a later one can continue it."""
         body = await body_of(request, ResponseBody, self._settings)
         adapter, previous = self._settings.adapter_of(body.model), None
         if body.previous_response_id is not None:
@@ -523,7 +534,7 @@ class ResponsesRoutes:
         return parse_response_body(body, self._served, self._settings, before=before)
 
     def _begin(self, body: ResponseBody, previous: Session | None, adapter: str | None) -> Session:
-        """Open a session for an answer: a copy of the previous answer's session, or a new one with an adapter."""
+        """Open the session for an answer: a copy of the previous answer's session, or a new one."""
         engine = self._served.engine
         if previous is None:
             return engine.session(policy=body.policy, budget=body.budget, adapter=adapter)
@@ -568,7 +579,7 @@ class ResponsesRoutes:
 
 
 async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str, Any]:
-    """Run the stream to its end, and return the whole answer, which is part of the last event."""
+    """Run a stream to its end, and return the whole response, which its last event holds."""
     last: Mapping[str, Any] = {}
     try:
         async for chunk in chunks:

@@ -69,7 +69,8 @@ class Relay:
         self.begun = self.ended = False
 
     async def run(self, messages: AsyncGenerator[Message, None], *, unless: str | None) -> bool:
-        """Pass an answer on to the client; return ``False``, with nothing sent, if it has the header ``unless``.
+        """Pass an answer on to the client. Return ``False``, with nothing sent, if the answer has the header
+        ``unless``.
 
         Args:
             messages: of the answer.
@@ -96,8 +97,8 @@ class Relay:
         return True
 
     async def broken(self, refusal: RefusalError) -> bool:
-        """End an answer that breaks off, with an error as its last event; return ``False`` if nothing of the answer was
-        sent.
+        """End an answer that breaks off with an error as its last event. Return ``False`` if nothing of it has been
+        sent, so that an ordinary error will do.
 
         Raises:
             GoneError: the answer is no stream, so that no error can be added; the connection ends.
@@ -120,6 +121,7 @@ class Relay:
             self._meter.end()
 
     async def _pass(self, message: Message) -> None:
+        """Send a message to the client, who must take it in time."""
         try:
             async with asyncio.timeout(self._write_s):
                 await self._send(message)
@@ -131,7 +133,7 @@ class Relay:
 
 
 def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
-    """Return the health of all replicas (summed rows, and each replica's own health) and the answer's status.
+    """Sum up the health of all replicas. Return the body and the status of the answer.
 
     Args:
         answers: replica → its health.
@@ -149,7 +151,7 @@ def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple
 
 
 def metrics(answers: Mapping[str, str], own: str) -> str:
-    """Return the metrics of all replicas and of the router, with a label ``replica`` on each sample.
+    """Merge the metrics of all replicas and of the router into one text, with a label ``replica`` on each sample.
 
     Args:
         answers: replica → its metrics as text for Prometheus.
@@ -172,14 +174,14 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
 
 
 def _labelled(sample: str, replica: str) -> str:
-    """Return a line of Prometheus's text format with the label ``replica`` added."""
+    """Add the label ``replica`` to a sample in Prometheus's text format."""
     end = min(place for place in (sample.find("{"), sample.find(" ")) if place >= 0)
     name, rest = sample[:end], sample[end:]
     return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
 
 
 def sessions(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the list of the sessions of all replicas, with each session once."""
+    """Merge the lists of sessions of all replicas."""
     data = {entry["id"]: entry for listed in answers.values() for entry in listed["data"]}
     return {"object": "list", "data": [data[name] for name in sorted(data)]}
 
@@ -240,9 +242,7 @@ class Router:
                 raise
 
     async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Pass a request to a replica and its answer back.
-
-        If the replica dies or hangs, end the answer with an error.
+        """Forward a request to a replica. If the replica dies or hangs meanwhile, end the answer with an error.
 
         Raises:
             RefusalError: the replica died or hangs, and nothing of the answer was sent.
@@ -257,9 +257,8 @@ class Router:
                 raise refusal from error
 
     async def _tried(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Pass a request to a replica and its answer back.
-
-        If the replica ends before it has the request, try another one; if another server still holds the session, wait.
+        """Forward a request to a replica; try another one if the first ends before it has the request, and wait while
+        another server holds the session.
 
         Raises:
             LostError: the replica has ended with the request or broken its answer off, or several have ended before
@@ -285,7 +284,7 @@ class Router:
 
     @asynccontextmanager
     async def _taken(self, owner: str, wish: PlacementRequest, replica: str) -> AsyncIterator[None]:
-        """Count the rows of a request as busy on a replica, and reserve the name of the session that it makes.
+        """Count a request's rows as busy on a replica, and reserve the name of the session that it makes.
 
         Raises:
             RefusalError: another replica has a session of this name, or is making it.
@@ -303,7 +302,7 @@ class Router:
                 yield
 
     async def _wish(self, forwarded: Received) -> PlacementRequest:
-        """Return what a request needs of its replica. A body that cannot be read counts as ``{}``."""
+        """Return what a request needs of its replica; nothing in particular if its body cannot be read."""
         try:
             many = len(forwarded.body) > LARGE
             body = await asyncio.to_thread(decoded, forwarded.body) if many else decoded(forwarded.body or b"{}")
@@ -312,7 +311,7 @@ class Router:
         return wish_of(forwarded.method, forwarded.path, body, prefixes=self._prefixes)
 
     async def _place(self, owner: str, wish: PlacementRequest) -> str:
-        """Return the replica for a request: the holder of the session or answer that it continues, or any.
+        """Choose the replica for a request: the holder of the session or answer that it continues, or any other.
 
         Raises:
             RefusalError: no replica takes requests.
@@ -328,7 +327,7 @@ class Router:
         return holder
 
     async def _holder(self, kind: str, owner: str, name: str) -> str | None:
-        """Return the replica that holds a session or an answer; ``None`` if none does.
+        """Return the replica that holds a session or an answer, asking all of them if need be; ``None`` if none does.
 
         If the holder is not known, ask all replicas, and store which one holds it.
         """
@@ -344,11 +343,14 @@ class Router:
         return holder
 
     async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
-        """Ask whether a replica other than this one holds something now. The router's own entry may be out of date."""
+        """Ask whether another replica holds something at this moment, since the router's own entry may be out of
+        date.
+        """
         other = await self._holder(*key)
         return other is not None and other != replica and await self._holds(other, key)
 
     async def _holds(self, replica: str, key: tuple[str, str, str]) -> bool:
+        """Ask a replica whether it holds something. One that does not answer counts as not holding it."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._replicas.holds(replica, *key)
@@ -368,6 +370,7 @@ class Router:
     async def _health(self, request: Request) -> Response:
         """Answer with the health of all replicas and the sums of their rows."""
         forwarded = await _received(request, self._settings)
+        # without `check=live` a replica that drains would answer with an error, and its rows would be missing
         answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
@@ -392,13 +395,13 @@ class Router:
         return reply(sessions({replica: json.loads(raw) for replica, raw in answers.items()}))
 
     async def _all(self, forwarded: Received) -> dict[str, bytes]:
-        """Send the same request to all replicas, and return the bodies of those that answer well."""
+        """Send a request to all replicas, and return the bodies of the answers with status 200, by replica."""
         here = list(self._replicas.here())
         bodies = await asyncio.gather(*(self._body(replica, forwarded) for replica in here))
         return {replica: body for replica, body in zip(here, bodies, strict=True) if body is not None}
 
     async def _body(self, replica: str, forwarded: Received) -> bytes | None:
-        """Return the body of a replica's answer, or ``None`` if the replica does not answer well."""
+        """Return the body of a replica's answer; ``None`` if there is no whole answer with status 200."""
         parts, ended = [], False
         try:
             async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, forwarded)) as messages:
@@ -457,6 +460,7 @@ async def _received(request: Request, settings: ServerSettings) -> Received:
 
 
 def _lost() -> RefusalError:
+    """Return the refusal for a request whose replica has ended."""
     message = (
         "The replica that ran the request has ended. Send the request again; a session goes on from its last turn."
     )
@@ -464,5 +468,6 @@ def _lost() -> RefusalError:
 
 
 def _hung(seconds: float) -> RefusalError:
+    """Return the refusal for a request whose replica did not end its answer in time."""
     message = f"The replica has not ended its answer within {seconds:g} s, and was given up. Send the request again."
     return RefusalError(503, message, code="timeout", headers={"Retry-After": "1"})

@@ -79,7 +79,7 @@ def listen(place: ServerAddress) -> socket.socket:
 
 
 def _unix(path: str) -> socket.socket:
-    """Return a unix socket that only its owner may use. A socket that a killed server has left is replaced."""
+    """Return a listening unix socket that only its owner may use, in place of one that a killed server has left."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)
@@ -97,6 +97,7 @@ def _unix(path: str) -> socket.socket:
 
 
 def _answers(path: str) -> bool:
+    """Return whether a server listens on a unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -126,10 +127,8 @@ def check_tls(place: ServerAddress) -> None:
 
 
 def settle() -> None:
-    """Tune a process that serves until it ends: fewer collections of garbage, faster switches between threads.
-
-    The objects that are there now are left out of later collections of garbage, and the engine's thread gets the
-    interpreter back from the web's thread after a millisecond.
+    """Tune a process that only serves: leave the objects that are there now out of later garbage collections, and let
+    the engine's thread have the interpreter back from the web's thread after a millisecond.
     """
     gc.collect()
     gc.freeze()
@@ -213,18 +212,20 @@ class _Http(H11Protocol):
         self._forget()
 
     def _watch(self) -> None:
-        """Start the timer for a request's head, or stop it when the head is there."""
+        """Start the timer when a request's head is awaited, and stop it once the head is there."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.timeout_s, self._slow)
 
     def _forget(self) -> None:
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _slow(self) -> None:
+        """Close the connection of a client that has not sent the head of a request in time."""
         self._timer = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()

@@ -35,6 +35,7 @@ _LIST: dict[str, Any] = {"type": "array"}
 
 
 def _message(roles: list[str], required: list[str], **more: object) -> dict[str, Any]:
+    """Return the schema of a message with one of these roles."""
     fields = {"role": {"enum": roles}, "content": _CONTENT, "name": _TEXT, **more}
     return {"type": "object", "properties": fields, "required": ["role", *required]}
 
@@ -90,13 +91,13 @@ Span = Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
-    """Return a field for an optional number. Its range is described here, and checked where the number is used."""
+    """Return a field for an optional number. The schema shows its range, which is checked where the number is used."""
     limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
     return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
 
 
 def _described(parameter: Parameter, description: str | None = None) -> Any:
-    """Return a field for an optional number, described with the range of a parameter."""
+    """Return a field for an optional number that has the range of a parameter."""
     return _within(parameter.least or 0, parameter.most, description)
 
 
@@ -321,13 +322,13 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:
-    """Note fields of a body that have no effect, which the head of the answer names."""
+    """Remember fields of a body that have no effect; a header of the answer will name them."""
     if names:
         request.state.ignored = (*getattr(request.state, "ignored", ()), *names)
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
-    """Return the bytes of a request's body.
+    """Read the body of a request, within the limits of size and time.
 
     Raises:
         RefusalError: the body is too large, or comes too slowly.
@@ -355,7 +356,7 @@ async def received(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """Return a body as a JSON object, or refuse it with status 400.
+    """Parse a body as a JSON object; refuse anything else with status 400.
 
     Raises:
         RefusalError: the body cannot be read as a JSON object.
@@ -374,8 +375,9 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """Return the refusal for the first mistake that a schema's validation has found."""
+    """Return the refusal for the first error of a schema's validation."""
     mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # pydantic also puts names of union members into the path, which mean nothing to clients
     place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
     reason = mistake["msg"][:1].lower() + mistake["msg"][1:]

@@ -36,9 +36,8 @@ class Leases(Protocol):
         """Return whether other servers take over sessions from their files."""
 
     def take(self, name: str) -> bool:
-        """Take the lease of a session; return ``False`` if another server has it.
-
-        The session's file, if there is one, is in this server's folder afterwards.
+        """Take the lease of a session, and move its file, if there is one, into this server's folder. Return
+        ``False`` if another server has the lease.
         """
 
     def give(self, name: str) -> None:
@@ -103,7 +102,7 @@ class SharedFolder:
         self._keep_single_servers_out()
 
     def take(self, name: str) -> bool:
-        """Take the lease of a session, and move its file here; return ``False`` if another server has the lease.
+        """Take the lease of a session, and move its file here. Return ``False`` if another server has the lease.
 
         Return ``True`` at once if this server has it already.
 
@@ -173,7 +172,7 @@ class SharedFolder:
         )
 
     def _lock(self, kind: int, name: str) -> None:
-        """Lock or unlock the byte that stands for a name. Two names share a byte once in 2**62.
+        """Lock or unlock the byte of the lock file that stands for a name.
 
         Raises:
             OSError: another process has the lock, or the file system fails.
@@ -196,7 +195,7 @@ class SharedFolder:
                 return
 
     def _clear(self, folder: Path) -> None:
-        """Remove the folder of a server that has ended, if no file is left in it. The shared folder itself stays."""
+        """Remove the folder of a server that has ended, if it is empty."""
         if folder == self._root:
             return
         with suppress(OSError):  # its server lives, or files are left
@@ -228,6 +227,6 @@ class SharedFolder:
 
 
 def elsewhere(name: str) -> RefusalError:
-    """Return the refusal, with status 503, for a session that another server holds. A router waits and asks again."""
+    """Return the refusal for a session that another server holds. A router that sees it waits and asks again."""
     message = f"Another replica holds the session {name}, and is about to end. Try again in 1 s."
     return RefusalError(503, message, code="session_elsewhere", headers={"Retry-After": "1", HELD: "1"})

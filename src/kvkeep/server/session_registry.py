@@ -63,13 +63,15 @@ class ServerSession:
 
     @property
     def beginning_again(self) -> Mapping[str, Any]:
-        """Return the settings with which the session begins anew; its pins are not known after a restart."""
+        """Return the settings with which the session can be started anew. After a restart of the server its pins are
+        not known.
+        """
         own = self.session
         return self.beginning or {"policy": own.policy, "budget": own.budget, "pins": (), "adapter": own.adapter}
 
     @property
     def used(self) -> bool:
-        """Return whether a request uses the session."""
+        """Return whether a request is using the session."""
         return any(not ended.is_set() for ended in self._users)
 
     def use(self, until: threading.Event) -> None:
@@ -87,11 +89,11 @@ class ServerSession:
 
     @property
     def turns_to_rewind(self) -> int:
-        """Return how many turns can be taken back at least; all turns together always can."""
+        """Return how many last turns can be taken back. Taking back all turns at once is always possible."""
         return self.states.turns or int(self.answers == 1)
 
     def note(self) -> None:
-        """Append the present state to those that the session can go back to.
+        """Remember the present memory as one that the session can go back to.
 
         Append nothing without a turn, or if the memory cannot be read.
         """
@@ -101,7 +103,7 @@ class ServerSession:
             self.states.add(self.session.snapshot())
 
     def state_before(self, turns: int) -> Snapshot | None:
-        """Return the memory before the last turns; ``None`` before the first one of all.
+        """Return the memory before the last ``turns`` turns; ``None`` if that is before the first one.
 
         Raises:
             RefusalError: it is not kept.
@@ -119,7 +121,7 @@ class ServerSession:
         raise RefusalError(400, message, param="turns")
 
     def rewind(self, turns: int) -> None:
-        """Take back the last turns, but not the first one of all.
+        """Take back the last turns, at least one turn remaining.
 
         Raises:
             RefusalError: the earlier turns are not kept.
@@ -130,7 +132,8 @@ class ServerSession:
         self.states.take_back(turns)
 
     def close(self) -> bool:
-        """Write the session to the disk and close it; return ``False`` if that fails, or failed within the last second.
+        """Write the session to the disk and close it. Return ``False`` if that fails, or has failed within the last
+        second.
 
         The first failure is logged.
         """
@@ -198,7 +201,7 @@ class SessionTable:
 
 
 def _alone(method: Callable[Concatenate[SessionRegistry, _P], _T]) -> Callable[Concatenate[SessionRegistry, _P], _T]:
-    """Return a method that holds the registry's lock, so that no name is given twice."""
+    """Decorate a method so that it holds the registry's lock: no name may be given twice."""
 
     @functools.wraps(method)
     def wrapper(self: SessionRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -280,7 +283,7 @@ class SessionRegistry:
         return entry
 
     def _reopened(self, owner: str, name: str) -> ServerSession:
-        """Open a saved session, after taking its lease.
+        """Open a saved session, after taking its lease from other servers.
 
         Raises:
             RefusalError: there is no such session, another server holds it, or too many are open.
@@ -297,7 +300,7 @@ class SessionRegistry:
 
     @_alone
     def fork(self, owner: str, name: str, copy: str | None) -> ServerSession:
-        """Return a new session that goes on from another session's last finished turn.
+        """Copy a session: the copy goes on from the last finished turn.
 
         Raises:
             RefusalError: there is no such session, the name of the copy is taken, or too many are open.
@@ -330,7 +333,7 @@ class SessionRegistry:
         return entry
 
     def _begin_anew(self, owner: str, entry: ServerSession) -> None:
-        """Take back all turns of a session."""
+        """Take back all turns of a session: delete it, and open it again with its first settings."""
         entry.session.rewind(entry.session.snapshot())  # refuses while a turn runs
         beginning = entry.beginning_again
         entry.session.close(delete=True)
@@ -397,7 +400,8 @@ class SessionRegistry:
         self._leases.give(_full(owner, name))
 
     def let_go(self) -> None:
-        """Close all sessions that no request uses, so that other servers can go on with them from their files.
+        """Close all idle sessions of a server that shares its folder, so that other servers can open them from their
+        files.
 
         Do nothing unless several servers share the folder. A session that cannot be written stays open, and so does one
         without a turn, which has no file.
@@ -409,6 +413,7 @@ class SessionRegistry:
 
     @_alone
     def _let_go(self, owner: str, name: str) -> None:
+        """Close one session and give up its lease, if it is idle and can be written."""
         entry = self._open.find(owner, name)
         if entry is not None and entry.session.token_ids and not entry.used and entry.close():
             self._open.remove(owner, name)
@@ -436,6 +441,7 @@ class SessionRegistry:
         self._trim(entry)
 
     def _trim(self, entry: ServerSession) -> None:
+        """Drop the oldest states until all fit into the limit, those of this session last."""
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
             while other.states.turns and self._state_bytes() > MOST_STATE_BYTES:
                 other.states.drop_oldest()
@@ -446,7 +452,7 @@ class SessionRegistry:
         return sum(state.nbytes for state in states.values() if state is not None)
 
     def ran(self, entry: ServerSession) -> None:
-        """Store the state after a turn that has ended well, and write the session to the disk if servers share the
+        """Record the end of a turn: remember its memory, and write the session to the disk if servers share the
         folder.
         """
         self.note(entry)
@@ -455,7 +461,7 @@ class SessionRegistry:
     def _opened(
         self, owner: str, name: str, memory: Snapshot | None, states: TurnStates | None = None, **options: object
     ) -> ServerSession:
-        """Open a session of the engine and add it to the table. If the engine refuses, give the lease up.
+        """Open a session in the engine and add it to the table. If the engine refuses it, give up its lease.
 
         Args:
             owner, name: of the session.
@@ -467,6 +473,7 @@ class SessionRegistry:
         try:
             made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
         except BaseException:
+            # the caller has taken the lease for this session
             self._leases.give(full)
             raise
         entry = ServerSession(name, made)
@@ -479,7 +486,7 @@ class SessionRegistry:
         return entry
 
     def _reserve(self, owner: str, name: str | None) -> str:
-        """Take the lease of a name that the owner does not use yet, and return it: the given name, or a random one.
+        """Reserve a name for a new session, taking its lease: the given name, or a random one.
 
         Whoever opens the session gives the lease back if that fails.
 
@@ -497,6 +504,7 @@ class SessionRegistry:
         return name
 
     def _check_room(self) -> None:
+        """Refuse another session if as many are open as may be."""
         if len(self._open) >= self._open.most:
             message = (
                 f"{self._open.most} sessions are open, the most that this server has. Delete one that is not needed."
@@ -504,6 +512,7 @@ class SessionRegistry:
             raise RefusalError(429, message, code="too_many_sessions", headers={"Retry-After": "60"})
 
     def _need_folder(self) -> str:
+        """Return the folder of saved sessions; refuse if the server has none."""
         if self._folder is None:
             raise RefusalError(400, "This server keeps no sessions on disk: it was started without a session folder.")
         return self._folder
@@ -541,6 +550,7 @@ class Handover:
         self._thread.join()
 
     def _run(self) -> None:
+        """Close idle sessions whenever the server takes no requests, until `end`."""
         while not self._ended.wait(_LOOK_S):
             try:
                 if not self._stays():

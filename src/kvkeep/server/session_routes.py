@@ -22,7 +22,7 @@ from kvkeep.server.sse import owner_of, reply
 
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """Return the positions that a session's memory holds, with the share of heads that hold each, and their texts."""
+    """Return which positions a session's memory holds: for each, the share of KV heads that hold it, and its text."""
     session = entry.session
     ids = session.token_ids
     layers = session.snapshot().contents.layers if ids else ()
@@ -114,7 +114,8 @@ class SessionRoutes:
         return self._sessions.find(owner_of(request), name(request), request.state.ended)
 
     async def _changed(self, work: Callable[[], ServerSession]) -> dict[str, Any]:
-        """Change a session in a thread, write it to the disk if servers share the folder, and return its description.
+        """Change a session in a thread, and return its description. If servers share the folder, write it to the
+        disk.
 
         The registry is locked meanwhile.
         """
@@ -128,12 +129,12 @@ class SessionRoutes:
         return await in_thread(changed)
 
     def _card(self, entry: ServerSession) -> dict[str, Any]:
-        """Return a session in the form that the API shows."""
+        """Return a session's description in the form of the API."""
         return card(entry, self._settings.model_name(entry.session.adapter))
 
 
 def card(entry: ServerSession, model: str) -> dict[str, Any]:
-    """Return a session in the form that the API shows, with the name of its model."""
+    """Return a session's description in the form of the API, with the name of its model."""
     session = entry.session
     return {
         "id": entry.id,

@@ -39,14 +39,14 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def host_name(host: str) -> str:
-    """Return the name in a ``Host`` header, without the port."""
+    """Return the host name in a ``Host`` header, in lower case and without the port."""
     name, colon, port = host.strip().lower().rpartition(":")
     whole = not colon or host.rstrip().endswith("]") or not port.isdecimal()
     return (host.strip().lower() if whole else name).rstrip(".")
 
 
 def owner_of(key: str) -> str:
-    """Return a name for the owner of a key, derived from a hash that does not show the key."""
+    """Return the owner's name for a key: a hash, from which the key cannot be read."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -84,6 +84,7 @@ class ApiKeys:
 
 
 def _refused(message: str) -> RefusalError:
+    """Return the refusal for a missing or wrong key."""
     return RefusalError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -133,7 +134,7 @@ class ServerSettings:
     adapters: tuple[str, ...] = ()
 
     def check_host(self, host: str | None, address: tuple[str, int | None] | None) -> None:
-        """Refuse a request that was sent to another name.
+        """Refuse a request whose ``Host`` header names another server (DNS rebinding).
 
         Args:
             host: its ``Host`` header; programs of HTTP/1.0 send none.
@@ -158,7 +159,7 @@ class ServerSettings:
 
     @property
     def short_name(self) -> str:
-        """Return the last part of a model's name that is a path: ``smollm2`` of ``/models/smollm2/``."""
+        """Return the last part of a model name that is a path: ``smollm2`` for ``/models/smollm2/``."""
         return self.name.replace("\\", "/").rstrip("/").rpartition("/")[2] or self.name
 
     def model_name(self, adapter: str | None) -> str:
@@ -166,9 +167,10 @@ class ServerSettings:
         return self.name if adapter is None else f"{self.name}:{adapter}"
 
     def adapter_of(self, model: str | None) -> str | None:
-        """Return the adapter that the name of a model asks for; ``None``: the base model runs.
+        """Return the adapter in the model name that a client asks for; ``None`` for the base model.
 
-        A model of a folder or a hub's organisation answers to the last part of its name, too.
+        A model of a folder or a hub's organisation answers to the last part of its name, too, and that of a GGUF file
+        to the last part without ``.gguf``.
 
         Args:
             model: the name in a body; ``None``: it names none.
@@ -178,7 +180,7 @@ class ServerSettings:
         """
         if model is None:
             return None
-        for name in (self.name, self.short_name):
+        for name in (self.name, self.short_name, self.short_name.removesuffix(".gguf")):
             if model == name:
                 return None
             for adapter in self.adapters:
@@ -188,7 +190,7 @@ class ServerSettings:
         raise unknown("model", model, f"This server runs {known}; see /v1/models.")
 
     def check_adapter(self, model: str | None, adapter: str | None) -> None:
-        """Refuse the name of another model in a request that goes on with a conversation. ``None`` names none.
+        """Refuse a model name that differs from the model of the conversation which the request continues.
 
         Raises:
             RefusalError: the name is not that of the model with the conversation's adapter.

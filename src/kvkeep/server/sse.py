@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def encoded(value: object) -> bytes:
-    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
+    """Return a value as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
@@ -57,7 +57,7 @@ async def answer_to(request: Request, error: Exception) -> Response:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await some work for a client and return its result; cancel the work when the client closes the connection.
+    """Await some work for a client and return its result. If the client closes the connection, cancel the work.
 
     Raises:
         GoneError: the client has closed the connection.
@@ -170,7 +170,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, send: Send) -> None:
-        """Send a comment whenever there is no chunk for ``ping_s``; return when a piece was not taken within
+        """Send a comment whenever no chunk comes for ``ping_s``. Return when the client has not taken a piece within
         ``write_s``.
         """
         while True:
@@ -196,17 +196,20 @@ class EventStream(Response):
 
 
 def _event(value: Mapping[str, Any], *, named: bool) -> bytes:
+    """Return an object as a server-sent event."""
     name = f"event: {value['type']}\n".encode() if named else b""
     return b"%bdata: %b\n\n" % (name, encoded(value))
 
 
 def failed(refusal: RefusalError, *, named: bool) -> bytes:
-    """Return the event for a failure in a stream that has begun."""
+    """Return the server-sent event for a failure after the stream has begun."""
     return _event({"type": "error", **refusal.body} if named else refusal.body, named=named)
 
 
 async def begun(chunks: Chunks) -> Chunks:
-    """Drop the empty first chunk, and return the rest of the stream. A failure before it is raised here."""
+    """Wait for the empty first chunk, and return the rest of the stream. A failure before it is raised here, so that
+    it still has a status.
+    """
     try:
         await anext(chunks)
     except BaseException:
@@ -216,7 +219,7 @@ async def begun(chunks: Chunks) -> Chunks:
 
 
 async def followed(chunks: Chunks, after: After) -> Chunks:
-    """Yield the chunks, then call ``after`` once the last one is out."""
+    """Yield the chunks, then await ``after``."""
     try:
         async for chunk in chunks:
             yield chunk
@@ -229,12 +232,12 @@ async def followed(chunks: Chunks, after: After) -> Chunks:
 
 
 def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """Return the usage of an answer with ``n`` texts for each prompt."""
+    """Return the usage of an answer whose prompts have ``n`` texts each."""
     return {**responses.usage(results, n), "kvkeep": kept_of(results)}
 
 
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the tokens seen and kept, and the KV bytes, summed over the texts, and the mean lost attention."""
+    """Return kvkeep's own numbers of an answer: tokens seen and kept, KV bytes, and mean lost attention."""
     return {
         "kept_tokens": sum(min(result.budget, _seen(result)) for result in results),
         "seen_tokens": sum(map(_seen, results)),
@@ -247,9 +250,11 @@ def kept_of(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _seen(result: Result) -> int:
+    """Return the number of tokens that a request has read and written."""
     return result.prompt_tokens + len(result.token_ids)
 
 
 def _mean(shares: Sequence[float | None]) -> float | None:
+    """Return the mean of the shares that are known; ``None`` if none is."""
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None

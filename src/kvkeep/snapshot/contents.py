@@ -58,7 +58,7 @@ class StateCopy:
         return self.each(lambda tensor: tensor.to(device))
 
     def each(self, tensor: Callable[[Tensor], Tensor]) -> StateCopy:
-        """Return the same state with each tensor replaced by what a function returns for it."""
+        """Return the same state with each tensor replaced by ``tensor(x)``."""
         return StateCopy({place: tensor(x) for place, x in self.tensors.items()}, self.flags)
 
 
@@ -78,7 +78,7 @@ def take_state(layer: object, row: int, device: torch.device | None = None) -> S
 
 
 def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch.device) -> None:
-    """Overwrite one row of a layer with a copied state. A layer without tensors gets zeros for ``rows`` rows first.
+    """Overwrite one row of a layer with a copied state, allocating the layer's tensors if it has none yet.
 
     Raises:
         ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
@@ -99,7 +99,7 @@ def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch
 
 
 def check_state(layer: object, copy: StateCopy) -> None:
-    """Refuse a copy that does not fit a layer.
+    """Refuse a state that does not fit a layer.
 
     Raises:
         ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
@@ -125,7 +125,9 @@ def check_state(layer: object, copy: StateCopy) -> None:
 
 
 def _entries(layer: object, names: Iterable[str]) -> Iterator[tuple[Place, Any]]:
-    """Yield attributes of a layer (``None`` where still missing); a dictionary gives one entry per key."""
+    """Yield the attributes of a layer under these names, as place and value; a dictionary gives one entry for each
+    key.
+    """
     for name in names:
         value = vars(layer).get(name)
         if isinstance(value, dict):
@@ -135,6 +137,7 @@ def _entries(layer: object, names: Iterable[str]) -> Iterator[tuple[Place, Any]]
 
 
 def _assign(layer: object, place: Place, value: Any) -> None:
+    """Set an attribute of a layer, or one entry of an attribute that is a dictionary."""
     name, key = place
     if key is None:
         setattr(layer, name, value)
@@ -189,7 +192,7 @@ class Contents:
 
 
 def _each(copy: RowCopy, tensor: Callable[[Tensor], Tensor], packs: dict[int, Pack]) -> RowCopy:
-    """Return a copy of a row with its tensors replaced. A pack is rebuilt once for all its copies, see ``packs``."""
+    """Return a copy of a row with each tensor replaced. Tensors that several copies share are replaced once."""
     pack, tensors = copy.pack, None
     if pack is not None:
         if id(pack) not in packs:
@@ -284,7 +287,7 @@ def put_states(
 
 
 def check(contents: Contents, blocks: Sequence[Block], states: Mapping[int, object]) -> None:
-    """Refuse contents that do not fit the layers.
+    """Refuse contents that do not fit these layers. Nothing is written.
 
     Raises:
         ShapeError: the number of layers, or a tensor's name, shape or dtype differs.
@@ -314,7 +317,7 @@ def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) 
 
 
 def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
-    """Divide a row's pool by the budgets of the copies that will be put into it, and pin their spans.
+    """Prepare a row whose layers share a pool for these copies: divide the pool by their budgets, and set their pins.
 
     Do nothing if no layers share a pool.
     """
@@ -329,7 +332,7 @@ def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> N
 
 
 def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
-    """Refuse copies of a row that need more slots together than their pool has. Each has passed `check_row`.
+    """Refuse copies that together need more slots than the pool that their layers share.
 
     Raises:
         ShapeError: the pool has fewer slots than the copies need.
@@ -349,7 +352,7 @@ def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[P
 
 
 def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
-    """Return the budgets of the heads of all layers, in order."""
+    """Return the budgets of all heads of all layers, layer by layer."""
     heads = blocks[0].lost.shape[1]
     return [number for each in by_head([copy.budget for copy in copies], heads) for number in each]
 
@@ -361,7 +364,7 @@ def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
 
 
 def whole(contents: Contents, heads: Heads) -> Contents:
-    """Return contents with the heads of all processes, from those with this process's heads.
+    """Gather the contents of a row from all processes, so that they have all heads.
 
     Args:
         contents: the memory.
@@ -373,7 +376,7 @@ def whole(contents: Contents, heads: Heads) -> Contents:
 
 
 def mine(contents: Contents, heads: Heads) -> Contents:
-    """Return this process's heads from the contents of all heads. Contents with another head count are unchanged.
+    """Return the part of contents that belongs to this process's heads.
 
     Args:
         contents: the memory.
@@ -386,6 +389,7 @@ def mine(contents: Contents, heads: Heads) -> Contents:
 
 
 def _whole(copy: RowCopy, heads: Heads) -> RowCopy:
+    """Gather one layer's row from all processes."""
     device = copy.positions.device
     used = heads.most(copy.used, device)
     tensors = {name: x if x.ndim == 0 else _all(_long(x, copy, name, used), heads) for name, x in copy.tensors.items()}
@@ -397,6 +401,7 @@ def _whole(copy: RowCopy, heads: Heads) -> RowCopy:
 
 
 def _mine(copy: RowCopy, heads: Heads) -> RowCopy:
+    """Return this process's heads of one layer's row."""
     positions = _part(copy.positions, heads)
     occupied = (positions >= 0).any(dim=0).nonzero()
     used = int(occupied[-1]) + 1 if len(occupied) else 0
@@ -411,20 +416,22 @@ def _mine(copy: RowCopy, heads: Heads) -> RowCopy:
 
 
 def _long(x: Tensor, copy: RowCopy, name: str, used: int) -> Tensor:
-    """Pad a row's tensor with zeros for the slots that other processes use. Slots are its second axis."""
+    """Pad a tensor to the number of slots that the fullest process uses."""
     if name not in copy.cut or used == copy.used:
         return x
     return torch.cat([x, x.new_zeros((len(x), used - copy.used, *x.shape[2:]))], dim=1)
 
 
 def _all(x: Tensor, heads: Heads) -> Tensor:
+    """Gather a tensor of heads from all processes."""
     return heads.all(x[None])[0]
 
 
 def _part(x: Tensor, heads: Heads) -> Tensor:
+    """Return this process's heads of a tensor."""
     return heads.mine(x[None])[0]
 
 
 def _alike(budgets: list[int]) -> int | tuple[int, ...]:
-    """Return one number if all heads have the same budget, else a tuple with the budget of each head."""
+    """Return the common budget if all heads have the same, else a tuple of them."""
     return budgets[0] if len(set(budgets)) == 1 else tuple(budgets)

@@ -64,7 +64,9 @@ CUT = ("store.keys", "store.values", "store.positions", *SCALES)
 
 
 def is_cut(name: str, whole: Collection[str] = ()) -> bool:
-    """Return whether a layer's tensor has one entry per slot. ``whole`` names the state that each head has once."""
+    """Return whether a tensor of a layer has one entry per slot. ``whole`` names the states that a head has only
+    once.
+    """
     return name in CUT or (name.startswith("state.") and name not in whole)
 
 
@@ -112,7 +114,8 @@ class Header:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """Open a regular file, and yield the file and its size. A pipe is refused at once.
+    """Open a regular file, and yield the file and its size. Anything else, such as a pipe, is refused without waiting
+    for it.
 
     Raises:
         NotASnapshotError: the path is no regular file.
@@ -128,7 +131,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
 
 
 def read_header(file: IO[bytes], size: int) -> Header:
-    """Read the header of a file of so many bytes.
+    """Read and check the header of a snapshot's file of ``size`` bytes.
 
     Raises:
         NotASnapshotError: the file is no safetensors file, is not whole, or was not written by kvkeep.
@@ -157,7 +160,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
 
 
 def _entry(name: str, found: object) -> TensorEntry:
-    """Return the description of a tensor, after a check that its shape and its size in bytes agree.
+    """Return the checked description of one tensor from the header.
 
     Raises:
         NotASnapshotError: a check fails.
@@ -181,14 +184,14 @@ def _entry(name: str, found: object) -> TensorEntry:
 
 
 def _numbers(found: object) -> tuple[int, ...] | None:
-    """Return a list of integers ≥ 0 as a tuple; ``None`` if the value is no such list."""
+    """Return a list of non-negative integers as a tuple; ``None`` if the value is no such list."""
     if isinstance(found, list) and all(type(number) is int and number >= 0 for number in found):
         return tuple(found)
     return None
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Refuse tensors that overlap, leave gaps, or end elsewhere than the file.
+    """Refuse tensors that overlap, leave gaps, or do not end with the file.
 
     Raises:
         NotASnapshotError: the tensors do.
@@ -201,7 +204,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
 
 
 def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
-    """Read a tensor from its place in a file.
+    """Read one tensor from its place in a file.
 
     Raises:
         NotASnapshotError: the file has become shorter.
@@ -219,7 +222,7 @@ def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
 
 
 def check(holds: bool, why: str) -> None:
-    """Raise the error with the reason ``why`` unless a condition holds.
+    """Raise `NotASnapshotError` with the reason ``why`` unless ``holds`` is true.
 
     Raises:
         NotASnapshotError: the condition does not hold.
@@ -266,7 +269,7 @@ class LayerDescription:
 
 
 def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
-    """Read the fingerprint from a file's description.
+    """Return the fingerprint in a file's description, checked.
 
     Raises:
         NotASnapshotError: there is no fingerprint, it has a newer format, or a part of it has a wrong type.
@@ -295,7 +298,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Return whether a value has the type of a part of a fingerprint. Long strings are refused."""
+    """Return whether a value has the declared type of a field of `Fingerprint`, and is not too long."""
     if isinstance(value, tuple):
         weights = all(isinstance(weight, float | int) and not isinstance(weight, bool) for weight in value)
         return weights and len(value) <= _MOST_LAYERS and kind == str | tuple[float, ...]
@@ -304,7 +307,7 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
-    """Read the layers from a file's description. All of them must have seen the same tokens.
+    """Return the descriptions of a file's layers, checked.
 
     Raises:
         NotASnapshotError: there are no layers, or a number is out of range.
@@ -318,6 +321,7 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
 
 
 def _layer(found: object, shown: str) -> LayerDescription:
+    """Return the checked description of one layer."""
     check(isinstance(found, dict), f"{shown} is not described")
     assert isinstance(found, dict)
     heads = whole(found.get("heads"), f"the number of heads of {shown}", least=1, most=_MOST_HEADS)
@@ -347,7 +351,7 @@ def _layer(found: object, shown: str) -> LayerDescription:
 
 
 def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
-    """Read the flags of the layers with a state from a file's description.
+    """Return the flags of the layers with a state of fixed size, by layer number, checked.
 
     Raises:
         NotASnapshotError: the flags are not in the form that `save` writes.
@@ -364,7 +368,7 @@ def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
 
 
 def _is_flag(found: object) -> bool:
-    """Return whether an entry is a list of a name, a key or ``None``, and a flag."""
+    """Return whether an entry has the form ``[name, key or None, flag]``."""
     if not isinstance(found, list) or len(found) != 3:
         return False
     name, key, flag = found
@@ -372,11 +376,12 @@ def _is_flag(found: object) -> bool:
 
 
 def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
-    """Return a value that must be an integer in a range; ``shown`` names it in the error.
+    """Return a value after checking that it is an integer in a range. ``shown`` names it in the error.
 
     Raises:
         NotASnapshotError: the value is no such integer.
     """
+    # not isinstance: `true` of JSON is an int as well
     if type(found) is not int or not least <= found <= most:
         raise NotASnapshotError(f"{shown} is {found!r:.40}")
     return found

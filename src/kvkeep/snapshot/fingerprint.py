@@ -77,7 +77,7 @@ class Fingerprint:
     version: int = FORMAT
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
-        """Return the parts that differ, by name, with both values.
+        """Return the parts in which two fingerprints differ, by name, with both values.
 
         A part that is ``None`` on one side counts as unknown and is not compared, apart from ``chunk``, ``head_budget``
         and ``kv_bits``.
@@ -119,13 +119,13 @@ class Fingerprint:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all parts as a dictionary of plain data. An adapter is named only if there is one."""
+        """Return all parts as plain data, for a file."""
         found = asdict(self)
         return found if self.adapter is not None else {name: part for name, part in found.items() if name != "adapter"}
 
 
 def _with(adapter: str | None) -> str:
-    """Return in words which adapter a memory was made with."""
+    """Return a phrase for the adapter that a memory was made with."""
     return "the base model" if adapter is None else f"the adapter {adapter}"
 
 
@@ -150,12 +150,13 @@ def name_of_config(config: Any) -> str:
 
 
 def rule(layer_budget: str | Sequence[float]) -> str | tuple[float, ...]:
-    """Return a layer budget rule as a value that can be compared: its name, or a tuple of floats."""
+    """Return a layer budget rule in a form that can be compared: its name, or a tuple of weights."""
     return layer_budget if isinstance(layer_budget, str) else tuple(map(float, layer_budget))
 
 
 def policy_named(policy: str) -> Policy:
-    """Return the policy that a snapshot names. Only registered names are looked up: a file may name any module.
+    """Return the policy that a snapshot names. Only registered names are accepted, since a file could name any
+    module.
 
     Raises:
         SnapshotError: no policy of that name is registered, or its options are wrong.
@@ -171,7 +172,7 @@ def policy_named(policy: str) -> Policy:
 
 
 def name_of_policy(policy: Policy) -> str:
-    """Return a policy's string, from which a registered policy can be made again."""
+    """Return a policy's string. For a registered policy, `parse` turns it into an equal one."""
     try:
         return spec(policy)
     except PolicyError:

@@ -153,7 +153,7 @@ _EXPANSION, _SLACK = 256, 2**20
 
 
 def load(path: str | os.PathLike[str]) -> FileParts:
-    """Return the parts of a snapshot's file, on the CPU, see `Snapshot.load`.
+    """Read a snapshot's file, and return its parts on the CPU.
 
     Raises:
         SnapshotError: the file cannot be read, or is no whole file of a snapshot.
@@ -164,7 +164,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
             return _read(file, size)
     except NotASnapshotError as error:
         raise SnapshotError(
-            f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
+            f"{source} is no snapshot that can be used: {error}. Give a file of kvkeep remember or Snapshot.save."
         ) from error
     except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -172,6 +172,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
 
 
 def _read(file: IO[bytes], size: int) -> FileParts:
+    """Read an open file's parts, checking each number before it is used."""
     header = read_header(file, size)
     fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
     pending = whole(header.about.get("pending"), "pending", most=2**40)
@@ -213,7 +214,7 @@ def _read(file: IO[bytes], size: int) -> FileParts:
 
 
 def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
-    """Group the tensors by layer, under their names in the layer.
+    """Group the tensors of a file by layer, under their names within the layer.
 
     Raises:
         NotASnapshotError: there is a tensor that no snapshot has.
@@ -235,7 +236,7 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
 
 
 def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
-    """Refuse a layer whose tensors do not fit its description or each other.
+    """Refuse a layer whose tensors do not fit its description, or each other.
 
     Raises:
         NotASnapshotError: the tensors do not fit.
@@ -257,7 +258,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
 
 
 def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
-    """Refuse keys and values whose dtype is not the fingerprint's, or without the scales that its bits need.
+    """Refuse keys and values that do not have the dtype of the fingerprint, or lack the scales of quantized ones.
 
     Raises:
         NotASnapshotError: there is such a tensor.
@@ -285,7 +286,7 @@ def _slot_bytes(entry: TensorEntry) -> int:
 
 
 def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
-    """Build one layer's row from a file's tensors, with every token in its slot.
+    """Build one layer's row from the tensors in a file, with every token in its slot.
 
     Raises:
         NotASnapshotError: tokens, slots or positions do not fit each other.
@@ -323,14 +324,14 @@ def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "H
 
 
 def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
-    """Return a tensor with each packed token in its slot. Empty slots are 0."""
+    """Return a tensor with each stored token in its slot, and 0 in empty slots."""
     dense = packed.new_zeros((*occupied.shape, *packed.shape[1:]))
     dense[occupied] = packed
     return dense
 
 
 def unpacked_bits(found: UInt8[Tensor, " bytes"], n: int) -> Bool[Tensor, " n"]:
-    """Unpack the first ``n`` bits of bytes, see `packed_bits`."""
+    """Return the first ``n`` bits of a tensor of bytes as booleans; the inverse of `packed_bits`."""
     bits: Tensor = (found[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.flatten()[:n].bool()
 
@@ -378,7 +379,7 @@ def not_saved(path: Path, error: Exception) -> SnapshotError:
 
 
 def chunks(parts: FileParts) -> Iterator[bytes]:
-    """Yield the bytes of a snapshot file, piece by piece.
+    """Yield the bytes of a snapshot's file in pieces, the header first.
 
     Raises:
         SnapshotError: the memory comes from another store than the default one, or its note is too long.
@@ -402,7 +403,7 @@ def chunks(parts: FileParts) -> Iterator[bytes]:
 
 
 def _about(parts: FileParts) -> dict[str, Any]:
-    """Return the description of a snapshot file, for its header."""
+    """Return the description of a snapshot that the header of its file holds."""
     contents = parts.contents
     return {
         "fingerprint": parts.fingerprint.as_dict(),
@@ -417,6 +418,7 @@ def _about(parts: FileParts) -> dict[str, Any]:
 
 
 def _about_layer(layer: RowCopy) -> dict[str, Any]:
+    """Return the description of one layer."""
     numbers = {name: int(tensor) for name, tensor in layer.tensors.items() if _is_number(tensor)}
     heads, used = layer.positions.shape
     budget = layer.budget if isinstance(layer.budget, int) else list(layer.budget)
@@ -430,12 +432,12 @@ def _whole(layer: RowCopy) -> list[str]:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Return whether a tensor is a single integer, which is stored in the description."""
+    """Return whether a tensor is a single integer, which is stored in the description and not as a tensor."""
     return tensor.ndim == 0 and tensor.dtype is torch.int64
 
 
 def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors by name, on the CPU. The largest dtypes come first, so that all are aligned."""
+    """Yield the tensors of a file by name, on the CPU, the largest dtype first."""
     found: list[tuple[str, Tensor]] = []
     if parts.tokens is not None:
         found.append((TOKENS, parts.tokens.to(torch.int32)))
@@ -444,12 +446,13 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
+    # readers map a file into memory, where a tensor must begin at a multiple of its item size
     found.sort(key=lambda entry: -entry[1].element_size())
     yield from ((name, tensor.cpu().contiguous()) for name, tensor in found)
 
 
 def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a layer. A tensor with slots gives only its occupied slots, head by head.
+    """Yield the tensors of a layer by name. Of tensors with slots only the occupied ones are kept, head by head.
 
     Raises:
         SnapshotError: the layer has another store than the default one.
@@ -466,13 +469,14 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed_bits(bits: Bool[Tensor, " n"]) -> UInt8[Tensor, " bytes"]:
-    """Return truth values as bits, eight to a byte, the first one in the lowest bit."""
+    """Pack booleans into bytes, eight to a byte, the first one in the lowest bit."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     weights = 2 ** torch.arange(8)
     return (padded * weights).sum(dim=1).to(torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> bytes:
+    """Return the content of a tensor as bytes."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return flat.numpy().tobytes()
 
@@ -501,7 +505,7 @@ class Writing(threading.Thread, Generic[_T]):
         self.start()
 
     def run(self) -> None:
-        """Wait for the writing before this one, then write all memories.
+        """Write all memories, once the writing before this one has ended.
 
         A failure stops the thread and is stored in ``error``.
         """

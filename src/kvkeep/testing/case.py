@@ -110,6 +110,7 @@ class Tape:
         if kv_bits is None:
             return self
         key_bits, value_bits = KV_BITS[kv_bits]
+        # encoding turns keys with a Hadamard matrix, and the same matrix turns them back
         keys = hadamard(decode(encode_keys(self.keys, key_bits), torch.float32))
         values, n = decode(encode(self.values, value_bits), torch.float32), exact
         if n is not None:
@@ -195,6 +196,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
 
 
 def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phase: Phase) -> View:
+    """Return the `View` that a policy gets of the tape's tokens at these positions, one row long."""
     index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)
     return View(
         positions=positions,
@@ -290,9 +292,11 @@ class _Meeting:
         self.barrier = threading.Barrier(self.ranks, timeout=PATIENCE_S)
 
     def exchange(self, rank: int, mine: Tensor | None) -> list[Tensor | None]:
+        """Return the tensors of all simulated processes, once each has laid its own down."""
         self.laid[rank] = mine
         self.barrier.wait()
         found = [self.laid[one] for one in range(self.ranks)]
+        # nobody may lay down its next tensor before all have read this one
         self.barrier.wait()
         kinds = {None if one is None else (one.shape, one.dtype) for one in found}
         assert len(kinds) == 1, f"processes have not asked each other for the same: {kinds}"
@@ -310,9 +314,11 @@ class _Between(Heads):
     meeting: _Meeting = field(default_factory=lambda: _Meeting(1))
 
     def first(self, numbers: Tensor) -> Tensor:
+        """Return the numbers of the first process, as `Heads.first` does."""
         return self._gathered(numbers)[0]
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
+        """Return the tensors of all simulated processes in order."""
         return [one for one in self.meeting.exchange(self.rank, mine.clone()) if one is not None]
 
 
@@ -368,6 +374,7 @@ def held(moments: list[Moment]) -> list[list[list[int]]]:
 
 
 def _occupied(head: Tensor) -> list[int]:
+    """Return the positions of a head's occupied slots."""
     found: list[int] = head[head >= 0].tolist()
     return found
 

@@ -170,6 +170,7 @@ def _with_pins(policy: Policy, case: Case) -> Case | None:
     """
     for n in (4, 3, 2, 1):
         first = 1 + case.seed % 3
+        # two spans with a gap between them, the second smaller and smaller until the policy can take both
         pins = spans([(first, first + 1), (first + 3, first + 2 + n)])
         try:
             policy.check_pins(case.budget, pins)

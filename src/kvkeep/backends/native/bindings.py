@@ -180,6 +180,7 @@ def turn_of(
 
 
 def _is_plain(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rows lie in main memory one after the other, in this dtype."""
     return rows.is_cpu and rows.dtype == dtype and rows.is_contiguous()
 
 

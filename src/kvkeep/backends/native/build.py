@@ -90,6 +90,9 @@ def _packaged() -> Native | None:
 
 
 def _load() -> Native:
+    """Return the kernel, compiled now if need be. A failure is written down, so that it is not repeated in each
+    process.
+    """
     compiler = _compiler()
     folder = _folder()
     failure = folder / f"failed-{_attempt(compiler)}.txt"
@@ -102,6 +105,7 @@ def _load() -> Native:
 
 
 def _found_or_made(compiler: str, folder: Path) -> Native:
+    """Return the kernel of a wheel or of the cache folder, or compile it."""
     key = _key(compiler)
     for path in levels.libraries(key, folder):
         if (library := _opened(path)) is not None:
@@ -134,6 +138,7 @@ def _check_failure(failure: Path) -> None:
 
 
 def _compiler() -> str:
+    """Return the path of the first C++ compiler that is found."""
     for name in COMPILERS:
         if path := shutil.which(name):
             return path

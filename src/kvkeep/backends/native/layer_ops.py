@@ -17,6 +17,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -27,17 +28,18 @@ from torch.nn.functional import embedding, linear
 from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.ops import NativeRepeat
-from kvkeep.backends.quantized_tensor import QuantizedTensor, implements
+from kvkeep.backends.quantized_tensor import LANES, QuantizedTensor, implements
 
-MOST_ROWS = 16
-"""The largest number of rows of a product, where torch's products are as fast as the processor."""
+MOST_ROWS, MOST_ROWS_OF_HALVES_BESIDE_TILES = 32, 16
+"""The largest number of rows of a product, where torch's products are as fast as the processor; and the same in half
+precision, where the processor has tiles of it (AMX)."""
 
 MOST_ROWS_OF_SLOW = 128
 """The same for dtypes in which they are not."""
 
-MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES = 128, 32
-"""The same for quantized weights, where the processor multiplies bytes (VNNI). To unpack weights takes as long as a
-product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
+MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES, MOST_ROWS_WITHOUT_BYTES = 128, 32, 16
+"""The same for quantized weights, where the processor multiplies bytes (VNNI), and where it does not. To unpack weights
+takes as long as a product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
 
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
@@ -66,11 +68,21 @@ def slow(dtype: torch.dtype) -> bool:
 @functools.cache
 def most_rows_of_quantized() -> int:
     """Return the largest number of rows of a product with quantized weights on this processor."""
-    asked = (getattr(torch.cpu, name, None) for name in ("_is_vnni_supported", "_is_amx_tile_supported"))
-    has_bytes, has_tiles = (bool(supported and supported()) for supported in asked)
-    if not has_bytes:
-        return MOST_ROWS
-    return MOST_ROWS_BESIDE_TILES if has_tiles else MOST_ROWS_OF_BYTES
+    if not _has("_is_vnni_supported"):
+        return MOST_ROWS_WITHOUT_BYTES
+    return MOST_ROWS_BESIDE_TILES if _has("_is_amx_tile_supported") else MOST_ROWS_OF_BYTES
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Return whether this processor multiplies tiles of halves (AMX)."""
+    return _has("_is_amx_tile_supported")
+
+
+def _has(name: str) -> bool:
+    """Return what torch's function of this name says of the processor; ``False`` if this torch does not have it."""
+    supported = getattr(torch.cpu, name, None)
+    return bool(supported and supported())
 
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
@@ -101,6 +113,36 @@ class Linear(NamedTuple):
     def out_features(self) -> int:
         """Return the number of outputs."""
         return len(self.weight)
+
+    @property
+    def in_features(self) -> int:
+        """Return the number of inputs."""
+        return self.weight.shape[1]
+
+
+def split(layer: nn.Linear, sizes: Sequence[int]) -> list[Linear] | None:
+    """Return a linear layer as several with so many outputs each, whose weights are views of its own.
+
+    Return ``None`` if the numbers of outputs are not those of the layer, or a part of quantized weights would begin
+    within a block.
+    """
+    weight, bias, ends = layer.weight, layer.bias, [*accumulate(sizes)]
+    starts = [0, *ends[:-1]]
+    if min(sizes) <= 0 or ends[-1] != layer.out_features:
+        return None
+    if isinstance(weight, QuantizedTensor) and any(start % LANES for start in starts):
+        return None
+    return [
+        Linear(_rows(weight, start, end), None if bias is None else _rows(bias, start, end))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _rows(weight: Tensor, start: int, end: int) -> Tensor:
+    """Return a view of rows of a weight, as what the weight is: see `is_readable`."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.rows(start, end)
+    return nn.Parameter(weight.detach()[start:end], requires_grad=False)
 
 
 @implements(linear)
@@ -149,7 +191,11 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) ->
 
 
 def gated(
-    x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: int = SILU
+    x: Float[Tensor, "*n in"],
+    gate: nn.Linear | Linear,
+    up: nn.Linear | Linear,
+    down: nn.Linear | Linear,
+    activation: int = SILU,
 ) -> Float[Tensor, "*n out"] | None:
     """Compute ``down(activation(gate(x)) * up(x))`` for a few rows; ``None`` if the kernel cannot do it."""
     library, width, inner = library_for(x), x.shape[-1], gate.out_features
@@ -185,10 +231,13 @@ def most_rows(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear] = ()) -> 
     """Return the largest number of rows of products in this dtype with all of these layers."""
     if layers and all(isinstance(layer.weight, QuantizedTensor) for layer in layers):
         return most_rows_of_quantized()
-    return MOST_ROWS_OF_SLOW if slow(dtype) else MOST_ROWS
+    if slow(dtype):
+        return MOST_ROWS_OF_SLOW
+    return MOST_ROWS_OF_HALVES_BESIDE_TILES if dtype.itemsize < 4 and has_tiles() else MOST_ROWS
 
 
 def _head(x: Tensor, rows: int, last: int) -> bytes:
+    """Return the packed beginning of a call: rows, width, threads, dtype, the address of ``x``, and one more number."""
     return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
 
 
@@ -271,7 +320,12 @@ class Before:
     """
 
     def __init__(
-        self, norm: Norm, layers: Sequence[nn.Linear], each: Sequence[Norm | None], dim: int, rotary_dim: int
+        self,
+        norm: Norm,
+        layers: Sequence[nn.Linear | Linear],
+        each: Sequence[Norm | None],
+        dim: int,
+        rotary_dim: int,
     ) -> None:
         like, width = norm.weight, len(norm.weight)
         outputs = [layer.out_features for layer in layers]
@@ -368,9 +422,9 @@ class Behind:
         self,
         output: nn.Linear,
         norm: Norm,
-        gate: nn.Linear,
-        up: nn.Linear,
-        down: nn.Linear,
+        gate: nn.Linear | Linear,
+        up: nn.Linear | Linear,
+        down: nn.Linear | Linear,
         *,
         added: Sequence[Norm | None] = (None, None),
         activation: int = SILU,
@@ -506,12 +560,14 @@ class _Weights(NamedTuple):
 
 
 def _weights(layer: nn.Linear | Linear) -> _Weights:
+    """Return where a linear layer's weights and bias lie, and how the weights are packed."""
     weight = layer.weight
     bits, group = (weight.bits, weight.group) if isinstance(weight, QuantizedTensor) else (0, 0)
     return _Weights(_address(weight), _address(layer.bias), layer.out_features, bits, group)
 
 
 def _scaled(norm: Norm | None) -> tuple[int, float, float]:
+    """Return a norm's weight address, epsilon and what is added to its weight; zeros without a norm."""
     return (0, 0.0, 0.0) if norm is None else (_address(norm.weight), norm.epsilon, norm.plus)
 
 
@@ -521,6 +577,7 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
+    """Return whether the kernel can compute this norm for inputs like ``like``."""
     return norm.weight.dtype in TYPES and matches(norm.weight, like, (width,))
 
 
@@ -533,4 +590,5 @@ def _are_angles(angles: Tensor, x: Tensor, dim: int) -> bool:
 
 
 def _row(angles: Tensor) -> int:
+    """Return the distance of two rows of angles; 0 if all rows share one."""
     return angles.stride(0) if angles.shape[0] > 1 else 0

@@ -237,6 +237,7 @@ def power_sums(
 @triton.jit
 @no_type_check
 def _powers(logits, slot, shown, past, S, base, gain, G: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return ``2 ** ((logit - base) * gain)`` of the slots for each query head; 0 outside of ``past``."""
     g = tl.arange(0, BLOCK_G)[:, None]
     x = tl.load(logits + g * S + slot[None, :], mask=shown[None, :] & (g < G), other=0.0)
     power = tl.where(shown[None, :], tl.exp2((x - finite(base)[:, None]) * gain), tl.where(gain == 0.0, 1.0, 0.0))
@@ -392,6 +393,7 @@ def merge_evict(
         added = tl.zeros((TILE,), tl.float32)
         if REPORTS:
             p = group_mean(logits, slot, shown, past, S, base, scale, gain, G, BLOCK_G)
+            # a row that does not count may have seen nothing, and NaN times 0 is NaN
             added = tl.where(weight == 0.0, 0.0, p * weight)
         score = position.to(tl.float32)
         place = row * state_row + group * state_head + slot

@@ -260,7 +260,9 @@ def splits(programs: int, like: Tensor) -> int:
 
 
 def _tile(table: Table, dim: int, like: Tensor) -> Tile:
+    """Return the tile sizes of a kernel for a device, dtype and head dim."""
     if not like.is_cuda:
+        # triton's interpreter, in which the tests run
         return CPU
     return table[_is_roomy(like.device), like.element_size(), power(dim, least=64)]
 
@@ -274,6 +276,7 @@ def _is_roomy(device: torch.device) -> bool:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

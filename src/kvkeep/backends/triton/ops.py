@@ -151,6 +151,9 @@ def write(
 def _write_codes(
     slots: CodedSlots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"] | None:
+    """Write the new token's codes into a free slot of each head, and return the slots; ``None`` if no kernel can do
+    it.
+    """
     if not _runs_over(slots, *new, now) or not _takes(*new):
         return None
     from kvkeep.backends.triton.slots import append_codes
@@ -279,6 +282,7 @@ def _takes(query: Tensor, *others: Tensor) -> bool:
 
 @functools.cache
 def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
+    """Return the matrix that turns keys before they are encoded, on a device."""
     with torch.inference_mode(False):  # it outlives the mode in which it is first asked for
         return hadamard(torch.eye(dim)).to(device)
 

@@ -59,6 +59,7 @@ def gives_sums(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> b
 
 
 def _plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Return causal attention by the fastest of torch's kernels."""
     out: Tensor = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
     return out
 
@@ -76,12 +77,15 @@ def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | 
 
 
 def _by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return causal attention by cuDNN, and the log-sum-exp of each row."""
+    # only torch's private operators return the log-sum-exp, which the report needs
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse, *_ = call(query, keys, values, None, True, 0.0, True, False, scale=scaling)
     return out, lse
 
 
 def _by_flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return causal attention by torch's flash attention, and the log-sum-exp of each row."""
     call = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = call(query, keys, values, 0.0, True, False, scale=scaling)
     return out, lse
@@ -267,7 +271,10 @@ class Prefill:
         return out, lse
 
     def log_sum_exp(self, bounds: Int[Tensor, "B 2"], gain: Float[Tensor, " B"] | None) -> Float[Tensor, "B Hq T"]:
-        """Return the log-sum-exp of the rows within bounds, infinity elsewhere. With a gain, sinks are left out."""
+        """Return the log-sum-exp (base 2) of the logits that each query within ``bounds`` sees.
+
+        Tiles of queries outside of the bounds stay infinite. With a gain, sinks are left out.
+        """
         lse = torch.full(self.query.shape[:3], torch.inf, dtype=torch.float32, device=self.query.device)
         self._run_forward(None, lse, sinks=self.options.sinks if gain is None else None, gain=gain, bounds=bounds)
         return lse
@@ -321,6 +328,8 @@ class Prefill:
         gain: Float[Tensor, " B"] | None = None,
         bounds: Int[Tensor, "B 2"] | None = None,
     ) -> None:
+        """Run the forward kernel, which fills ``out`` (if given) and ``lse``."""
+
         from kvkeep.backends.triton import prefill  # imports Triton
 
         (B, Hq, T, D), S, E, window = self.query.shape, *self.values.shape[2:], self.options.window
@@ -362,6 +371,7 @@ class Prefill:
         return (scaling * LOG2E, 1.0) if cap is None else (scaling / cap, cap * LOG2E)
 
     def _position_strides(self) -> tuple[int, int, int]:
+        """Return the strides of query and key positions; 0 along heads that share them."""
         k = self.key_positions
         return self.query_positions.stride(0), k.stride(0), k.stride(1) if k.shape[1] > 1 else 0
 

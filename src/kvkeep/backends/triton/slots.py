@@ -26,6 +26,7 @@ def free_slot(positions, S, SCAN: tl.constexpr):
     slot = tl.full((SCAN,), LAST, tl.int32)
     for begin in range(0, S, SCAN):
         offsets = begin + tl.arange(0, SCAN)
+        # an empty slot has position -1, the smallest
         position = tl.load(positions + offsets, mask=offsets < S, other=LAST).to(tl.int32)
         slot = tl.where(position < best, offsets, slot)
         best = tl.minimum(best, position)

@@ -115,6 +115,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                # without a new turn lm-eval has begun the answer itself
                 continue_final_message=not add_generation_prompt,
             )
         )
@@ -124,6 +125,9 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would choose it, in lm-eval's
+        order.
+        """
         pairs = [self._pair(*request) for request in requests]
         return self._scored(self._bounded, pairs, [request[0] for request in requests], disable_tqdm)
 
@@ -188,9 +192,11 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return [ContextPair(tuple(a), tuple(b), len(a), len(a) + len(b) - 1) for a, b in parts]
 
     def _wish(self, prompt: str, options: dict[str, Any]) -> GenerationPrompt:
+        """Return what lm-eval wants to be generated: the prompt's tokens, where it is cut, and the options."""
         until, sampling = sampling_of(options, self.max_gen_toks, str(self.tokenizer.decode(self.eot_token_id)))
         room = self.max_length - sampling.max_new_tokens
         self._asked.check_room(room, sampling.max_new_tokens, self.max_length)
+        # an empty prompt still needs one token to predict from
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
         return GenerationPrompt(*self._cut(prompt, ids, room), until, sampling)
 
@@ -201,6 +207,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         texts: Sequence[tuple[str, str]] | None,
         disable_tqdm: bool,
     ) -> list[tuple[float, bool]]:
+        """Return the scores of pairs of context and continuation in their order, with a progress bar."""
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
         bar = tqdm(total=len(pairs), disable=disable_tqdm, desc="scoring under eviction")
         for place, score in scoring.scores(bounded, pairs):

@@ -132,6 +132,7 @@ def _score(
         return
     for some in (asked[at : at + bounded.rows] for at in range(0, len(asked), bounded.rows)):
         rows = [row for row, _ in some]
+        # a continuation of one token is scored by the logits that are there: nothing is fed, so no copy is needed
         single = all(len(pairs[place].continuation) == 1 for _, place in some)
         copies = drive if single else drive.copies(rows)
         yield from _follow(bounded, copies, logits[rows], [(place, pairs[place].continuation) for _, place in some])
@@ -140,6 +141,7 @@ def _score(
 def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
     """Read the contexts, and return the logits after their last tokens."""
     parts = [[_ids(group.context[: group.first]) for group in groups]]
+    # the last token runs under the budget: its logits score the first token of each continuation
     if groups[0].first < len(groups[0].context):
         parts += [[_ids(group.context[group.first : -1]) for group in groups], [_ids(g.context[-1:]) for g in groups]]
     logits = None
@@ -194,6 +196,7 @@ def _add(
 
 
 def _ids(tokens: Iterable[int]) -> Int[Tensor, " n"]:
+    """Return tokens as a tensor."""
     return torch.tensor(list(tokens), dtype=torch.int64)
 
 

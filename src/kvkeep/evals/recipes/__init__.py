@@ -111,8 +111,8 @@ def read_line(line: str) -> tuple[str, str, str | None]:
     A setup without differences is an empty text. A budget of ``None`` stands for the first one that was run.
     """
     name, _, budget = line.partition(" at ")
-    ((policy, bits),) = split_arms(name)
-    return spec(policy), f"kv-bits={bits}" if check_bits(bits) else "", budget or None
+    (arm,) = split_arms(name)
+    return spec(arm.policy), f"kv-bits={arm.kv_bits}" if check_bits(arm.kv_bits) else "", budget or None
 
 
 def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | None:
@@ -137,6 +137,7 @@ def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | Non
 
 
 def _cell(paper: float, ours: float | None) -> str:
+    """Return a cell of the comparison: the paper's figure, ours, and the difference. NaN: the paper has none."""
     if math.isnan(paper):
         return "–" if ours is None else f"– | {ours:.1f}"
     return f"{paper:.1f} | –" if ours is None else f"{paper:.1f} | {ours:.1f} | {ours - paper:+.1f}"

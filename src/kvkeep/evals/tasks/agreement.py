@@ -107,6 +107,7 @@ class Agreement(Task):
         return TaskOutcome(_score(torch.cat(equal), torch.cat(kl), self._steps()), memory)
 
     def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
+        """Return the full cache's greedy continuation of prompts, and the logits behind each of its tokens."""
         drive = Drive(writer, parse("full"), [ids.shape[1] + self.new] * len(ids))
         last = drive.feed(ids, last_only=True)[:, -1]
         tokens, logits = [], []
@@ -119,6 +120,7 @@ class Agreement(Task):
         return _Reference(torch.stack(tokens, dim=1).cpu(), logits)
 
     def _batches(self) -> list[slice]:
+        """Return slices of prompts that run together."""
         return batches([self.ids.shape[1]] * len(self.ids))
 
     def _steps(self) -> Int[Tensor, " n"]:

@@ -107,9 +107,11 @@ def _filled(sentence: str, options: list[str], right: int) -> Choice:
 
 
 def _copa(row: Mapping[str, Any]) -> Choice:
+    """Return a question of COPA. Premise and choice are joined by "because" or "therefore", as in lm-eval."""
     link = {"cause": "because", "effect": "therefore"}.get(row["question"])
     if link is None:
         raise ValueError(f"'question' is {row['question']!r}, neither 'cause' nor 'effect'")
+    # without the period, so that the sentence goes on
     context = f"{text(row, 'premise').strip()[:-1]} {link}"
     choices = [text(row, "choice1"), text(row, "choice2")]
     said = tuple(f" {choice[0].lower()}{choice[1:]}" for choice in choices)
@@ -134,10 +136,12 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
 
 
 def _piqa(row: Mapping[str, Any]) -> Choice:
+    """Return a question of PIQA."""
     return _asked("piqa", text(row, "goal"), [text(row, "sol1"), text(row, "sol2")], _one_of(row["label"], 2))
 
 
 def _winogrande(row: Mapping[str, Any]) -> Choice:
+    """Return a question of WinoGrande: one sentence, whose gap each choice fills."""
     options = [text(row, "option1"), text(row, "option2")]
     return _filled(text(row, "sentence"), options, _among(text(row, "answer"), ("1", "2")))
 
@@ -171,7 +175,9 @@ def _rte(row: Mapping[str, Any]) -> Choice:
 
 
 def _hellaswag(row: Mapping[str, Any]) -> Choice:
+    """Return a question of HellaSwag, its text cleaned as in lm-eval."""
     before, after = row["ctx_a"], row["ctx_b"]
+    # the words and the capital are lm-eval's
     context = _plain(f"{text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
     endings = [f" {_plain(ending)}" for ending in row["endings"]]
     return Choice(
@@ -196,12 +202,14 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _among(label: object, known: Sequence[object]) -> int:
+    """Return the place of the right answer's label among the known ones."""
     if label not in known:
         raise ValueError(f"the answer {label!r} names no choice")
     return known.index(label)
 
 
 def _one_of(label: object, n: int) -> int:
+    """Return the number of the right one of ``n`` choices."""
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < n:
         raise ValueError(f"the label {label!r} names no choice")
     return label
@@ -270,6 +278,7 @@ class _Given:
     numbers: dict[int, int]
 
     def of(self, length: int) -> int:
+        """Return the budget of a text of this length."""
         return self.numbers[length]
 
 
@@ -360,6 +369,7 @@ def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
 
 
 def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Choice], number: int) -> _Asked:
+    """Return a question with its solved examples before each choice, tokenized."""
     others = [i for i in range(len(found)) if i != number]
     shown = random.Random(f"{name} {options.seed} {number}").sample(others, options.shots)
     before = "".join(found[i].solved + _BETWEEN for i in shown)
@@ -373,7 +383,9 @@ def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Ch
 
 
 def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later: bool) -> ContextPair:
+    """Return a context and a choice as tokens, and how many tokens are read before the cut."""
     whole, prompt = (_tokens(checkpoint, text) for text in (before + context + choice, before + context))
+    # the prompt's last token runs under the budget: its logits score the choice's first token
     first = len(prompt) - 1
     if later:
         examples = _tokens(checkpoint, before.removesuffix(_BETWEEN))
@@ -385,6 +397,7 @@ def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later:
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:
+    """Return a text's tokens, without the chat template."""
     return tuple(encode(checkpoint, text, raw=True)[0].tolist())
 
 

@@ -74,6 +74,8 @@ class Continuation(Task):
 
     @property
     def _before(self) -> int:
+        """Return how many tokens are read before the cut."""
+        # the first token after the cut is fed but not measured: its logits come from the whole text
         return self.ids.shape[1] - self.new - 1
 
     def run(
@@ -88,6 +90,7 @@ class Continuation(Task):
         return TaskOutcome(_score(torch.cat(losses)), memory)
 
     def _losses(self, drive: Drive, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B new"]:
+        """Return the loss of each measured token after the cut, in nats."""
         drive.feed(ids[:, : self._before], last_only=True)
         found = []
         for column in range(self._before, ids.shape[1] - 1):

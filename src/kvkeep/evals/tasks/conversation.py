@@ -58,6 +58,7 @@ class Conversation(QATask):
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup
     ) -> Iterator[Replies]:
+        """Yield the reply at the end of each conversation, whose memory is cut after every turn."""
         for number, prompt in enumerate(self.made[case].prompts):  # one by one, since turns end at different tokens
             drive = Drive(writer, policy, [budgets[number]], first=number, setup=setup)
             edges = [*_edges(writer.checkpoint, prompt), prompt.first]

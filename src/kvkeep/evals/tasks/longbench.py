@@ -70,6 +70,7 @@ class LongBench(QATask):
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> TaskCase:
+    """Return one of LongBench's tasks as prompts with their grading."""
     task, every = described()[name], read(name, options.data)
     n = min(options.limit or len(every), len(every))
     items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
@@ -95,6 +96,7 @@ def read(name: str, data: str | None) -> list[Item]:
 
 
 def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
+    """Return a row of LongBench in the words of its task's prompt."""
     before, after = str(task["prompt"]).split("{context}")
     classes = row["all_classes"] if task["metric"] == "classification" else []
     return Item(
@@ -107,6 +109,7 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
 
 
 def _some(answers: list[Any]) -> list[Any]:
+    """Return the answers after a check that there is one."""
     if not answers:
         raise ValueError("it has no answer, so that every reply would be wrong")
     return answers

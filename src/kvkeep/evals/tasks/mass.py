@@ -83,6 +83,7 @@ class RetainedMass(Task):
 
     @property
     def _prompt(self) -> int:
+        """Return the number of tokens before the measured ones."""
         return self.ids.shape[1] - self.rows
 
     def prepare(self, writer: Writer) -> None:
@@ -130,9 +131,11 @@ class RetainedMass(Task):
 
 
 def _per_head(layers: Sequence[Float[Tensor, "B Hk R"]]) -> list[list[float]]:
+    """Return the mean over texts and rows for each layer and KV head."""
     return [[round(value, 7) for value in layer.double().mean(dim=(0, 2)).tolist()] for layer in layers]
 
 
 def _mean(layers: list[list[float]]) -> float:
+    """Return the mean over layers and heads."""
     values = [value for layer in layers for value in layer]
     return sum(values) / len(values)

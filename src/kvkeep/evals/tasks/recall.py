@@ -9,11 +9,13 @@ last token and the reply are decoded greedily under the budget, see `kvkeep.eval
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from itertools import cycle, islice
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -23,20 +25,21 @@ from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, task
 from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.qa_task import Replies
+from kvkeep.evals.synthetic import sentences
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.models import tiny
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.tiny.documents import Document, document
+from kvkeep.models.tiny.documents import STYLES, Document, document
 from kvkeep.models.tiny.recall import Question
-from kvkeep.models.tokenization import Writer, encode
+from kvkeep.models.tokenization import Writer, encode, encode_chat
 from kvkeep.policies.base import Policy
 from kvkeep.types import MemoryUsage
 
 # Questions of recall as tokens: texts with planted facts, several questions about each, and what answers them.
 
-Wording = Literal["embedded", "instruction", "plain"]
+Wording = Literal["embedded", "instruction", "plain", "continued"]
 
-NEW_TOKENS = {"embedded": 8, "instruction": 24, "plain": 16}
+NEW_TOKENS = {"embedded": 8, "instruction": 24, "plain": 16, "continued": 8}
 """Tokens of the longest reply, by wording."""
 
 _INSTRUCTION = "Read the text and answer the question at its end with the one word or number asked for, nothing else."
@@ -66,8 +69,14 @@ class Prompted:
     chat: ClassVar[bool] = True
 
 
-def wording_of(checkpoint: Checkpoint) -> Wording:
-    """Return how to ask a model: in the embedded model's chat, by instruction, or as plain text."""
+def wording_of(checkpoint: Checkpoint, style: str = "prose") -> Wording:
+    """Return how to ask a model: in the embedded model's chat, by instruction, or as plain text.
+
+    Texts of the user's own are asked about with the beginning of the answer, since that measures what a small model
+    has kept, not how well it follows instructions.
+    """
+    if STYLES[style].own_text:
+        return "continued"
     template = checkpoint.tokenizer.chat_template
     if template is None:
         return "plain"
@@ -90,7 +99,8 @@ def ask(
     asked: list[Prompted] = []
     for number in range(math.ceil(n / each)):
         asked += _about(checkpoint, options, number, context, each)[: n - len(asked)]
-    longest = max(len(item.ids) for item in asked)
+    # the beginning of an answer is no part of the prompt's length, just as the answer is none
+    longest = max(len(item.ids) - count_tokens(checkpoint, item.question.lead) for item in asked)
     # a little more is no error: sentences are counted one by one, and together they may be other tokens
     if longest > context * 1.02 + 8:
         raise InputError(
@@ -102,26 +112,38 @@ def ask(
 
 def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, each: int) -> list[Prompted]:
     """Return the questions about one text."""
-    wording = wording_of(checkpoint)
+    wording = wording_of(checkpoint, options.documents)
     made = document(
         task.text_seed(options.seed, number),
         n_facts=options.facts,
         n_questions=each,
-        # what the wording puts around text and question takes some: all but the two words
-        tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
+        # what the wording puts around text, question and answer takes some: all but the words
+        tokens=context - len(encoded(checkpoint, wording, "a", "b", "c")) + count_tokens(checkpoint, "a b"),
         depths=[options.depths[(number * each + i) % len(options.depths)] for i in range(each)]
         if options.depths
         else (),
         first_kind=number * options.facts,  # where the text before has ended, so that all kinds are equally frequent
         style=options.documents,
+        filler=_sentences(options, number),
         count=lambda text: count_tokens(checkpoint, text),
     )
-    ids = [encoded(checkpoint, wording, made.text, ending_of(item)) for item in made.questions]
+    ids = [encoded(checkpoint, wording, made.text, ending_of(item), item.lead) for item in made.questions]
     text = _text_tokens(checkpoint, wording, made, ids)
     return [
         Prompted(item, own, text if options.ask == "later" else len(own) - 1, number, i)
         for i, (item, own) in enumerate(zip(made.questions, ids, strict=True))
     ]
+
+
+def _sentences(options: Options, number: int) -> Iterator[str] | None:
+    """Return the sentences of the user's text, once around from a place of each recall text's own; ``None``: those of
+    the look.
+    """
+    if not STYLES[options.documents].own_text or options.text is None:
+        return None
+    every = sentences(options.text)
+    start = random.Random(task.text_seed(options.seed, number)).randrange(len(every))
+    return islice(cycle(every), start, start + len(every))
 
 
 def right(wording: Wording, asked: Question, reply: str) -> bool:
@@ -155,7 +177,8 @@ def _text_tokens(
     """Return the number of tokens before the questions: those that all prompts share with one in which other words
     follow.
     """
-    other = encoded(checkpoint, wording, f"{made.text} ;", ending_of(made.questions[0]))
+    first = made.questions[0]
+    other = encoded(checkpoint, wording, f"{made.text} ;", ending_of(first), first.lead)
     return min(_shared(other, ids) for ids in prompts)
 
 
@@ -165,8 +188,15 @@ def _shared(one: Int[torch.Tensor, " n"], two: Int[torch.Tensor, " m"]) -> int:
     return int((one[:size] != two[:size]).nonzero()[0])
 
 
-def encoded(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
-    """Return the tokens of a prompt: a text and a question, in the wording."""
+def encoded(
+    checkpoint: Checkpoint, wording: Wording, text: str, ending: str, lead: str = ""
+) -> Int[torch.Tensor, " n"]:
+    """Return the tokens of a prompt: a text and a question in the wording, and the beginning of the answer."""
+    if wording == "continued" and checkpoint.tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": f"{text}\n\n{ending}"}, {"role": "assistant", "content": lead}]
+        return encode_chat(checkpoint, chat, add_generation_prompt=False, continue_final_message=True)[0]
+    if wording == "continued":
+        return encode(checkpoint, f"{text}\n\nQuestion: {ending}\nAnswer: {lead}", raw=True)[0]
     if wording == "embedded":
         return encode(checkpoint, f"{text} {ending}")[0]
     if wording == "instruction":
@@ -202,7 +232,7 @@ class Recall(Task):
         Raises:
             InputError: the facts do not fit into a context, or the model has too few learned positions.
         """
-        wording = wording_of(checkpoint)
+        wording = wording_of(checkpoint, options.documents)
         notes: list[str] = []
         for context in options.contexts:
             check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "contexts")
@@ -224,6 +254,7 @@ class Recall(Task):
             "documents": self.options.documents,
             "depths": list(self.options.depths) or "spread",
             "wording": self.wording,
+            **({"text": task.describe(self.options)} if STYLES[self.options.documents].own_text else {}),
             **({} if self.options.turns is None else {"turns": self.options.turns, "after": AFTER}),
         }
 
@@ -260,12 +291,15 @@ class Recall(Task):
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup = PLAIN
     ) -> Iterator[Replies]:
+        """Yield the replies to a case's questions under a policy, batch by batch."""
+
         def drive(at: Sequence[int], first: int) -> Drive:
             return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
 
         ask = qa_task.later if self.options.ask == "later" else qa_task.inside
         questions, turns = self.questions[case], self.options.turns
         if turns is not None:
+            # turns count from 1: the fact's own turn, and `AFTER` later ones
             due = [min(turns, int(asked.question.depth * turns) + 1 + AFTER) for asked in questions]
             ask = partial(qa_task.in_turns, turns=turns, due=due)
         return ask(writer, questions, drive, NEW_TOKENS[self.wording])
@@ -291,6 +325,9 @@ def _early(options: Options, turns: int) -> Options:
 
 
 def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, Any]:
+    """Return the record of a cell: accuracy, counts by tenth of the text and by kind of fact, and the chance of a
+    guess.
+    """
     by_depth = [[0, 0] for _ in range(task.TENTHS)]
     by_kind: dict[str, list[int]] = {}
     for asked, ok in zip(questions, rights, strict=True):

@@ -70,6 +70,8 @@ _Maker = Callable[[int, int, int], Callable[[int], Item]]
 
 
 def _makers(name: str, options: Options) -> _Maker:
+    """Return what makes the items of one of RULER's tasks: by number, context and room for the prompt in tokens."""
+
     def seed(number: int) -> str:
         return f"{name} {options.seed} {number}"
 
@@ -90,6 +92,7 @@ def _makers(name: str, options: Options) -> _Maker:
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> TaskCase:
+    """Return one of RULER's tasks at a length as prompts with their grading."""
     maker = _makers(name, options)
     new = _NEW.get(name, _NEW_OF_NEEDLES)
     room = length - new

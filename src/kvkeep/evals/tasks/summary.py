@@ -69,11 +69,14 @@ class Summary(QATask):
         return {**found, "words": sum(len(text.split()) for text in texts) / len(texts)}
 
     def _rouge(self, case: str, texts: Sequence[str]) -> dict[str, list[float]]:
+        """Return the ROUGE scores of the summaries."""
         answers = [prompt.item.answers[0] for prompt in self.made[case].prompts]
+        # "###" begins the next article where a model goes on after its summary
         return grading.scores([text.split("###")[0] for text in texts], answers)
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> TaskCase:
+    """Return the articles of a data set as prompts."""
     found = datasets.rows(options.data, SOURCES[name], f"summary's {name}")
     n = min(options.limit or Summary.items, len(found.rows))
     chosen = [(options.seed * n + i) % len(found.rows) for i in range(n)]
@@ -112,6 +115,7 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
     size = len(tokens_of(checkpoint, item))
     words = item.text.split(" ")
     while size > room:
+        # in proportion, but at least one word less, so that this ends
         words = words[: min(len(words) - 1, len(words) * room // size)]
         if len(words) < _LEAST:
             raise InputError(f"summary's {name} does not fit into {checkpoint.name}: {room} tokens are left for it.")

@@ -67,6 +67,7 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
 
 
 def _question(line: str, place: str, text: str | None) -> UserQuestion:
+    """Return a line of ``--questions`` as a question; without a text of its own it is about ``text``."""
     try:
         entry = parse(line.encode("utf-8", "surrogatepass"))
     except ValueError as error:
@@ -80,12 +81,14 @@ def _question(line: str, place: str, text: str | None) -> UserQuestion:
 
 
 def _answers(entry: dict[str, Any], place: str) -> tuple[str, ...]:
+    """Return the answers that count as right."""
     given = entry.get("answer")
     several = given if isinstance(given, list) and given else [given]
     return tuple(_text({**entry, "answer": answer}, "answer", place) for answer in several)
 
 
 def _text(entry: dict[str, Any], field: str, place: str) -> str:
+    """Return a field as a non-empty text; numbers count as texts."""
     value = entry.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
@@ -237,10 +240,12 @@ def _pieces(sentence: str) -> Iterator[str]:
 def _planted(
     checkpoint: Checkpoint, wording: Wording, parts: Sequence[str] | None, *, number: int, context: int, facts: int
 ) -> Unit:
+    """Return a document with planted facts in the user's text (or in sentences of the package), and its questions."""
     made = document(
         number,
         n_facts=facts,
         n_questions=facts,
+        # a question and its wording must fit into the context beside the document
         tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         first_kind=number * facts,
         filler=None if parts is None else _from(parts, random.Random(f"tune/{number}").randrange(len(parts))),

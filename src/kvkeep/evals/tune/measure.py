@@ -21,7 +21,7 @@ from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
-from kvkeep.policies import DEFAULT, LATER
+from kvkeep.policies import CONVERSATION, DEFAULT, LATER
 from kvkeep.policies.registry import label, parse
 
 # What is searched: policies with the options of their caches, each at a ladder of budgets.
@@ -32,8 +32,8 @@ Case: TypeAlias = Literal["later", "inside", "stream"]
 CASES: tuple[Case, ...] = ("later", "inside", "stream")
 
 POLICIES: dict[Case, tuple[str, ...]] = {
-    "later": ("keydiff:document", LATER, "leverage", "reread", "blend", "expected_attention"),
-    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", LATER),
+    "later": ("keydiff:document", LATER, CONVERSATION, "leverage", "reread", "blend", "expected_attention"),
+    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", CONVERSATION),
     "stream": ("local", "streaming_llm", "h2o", DEFAULT, "tova", "leverage", "blend", "ahakv"),
 }
 """The policies that are searched for each case, unless the user names others."""
@@ -67,6 +67,7 @@ class Arm:
         return self._named(label(self.policy))
 
     def _named(self, policy: str) -> str:
+        """Return the policy's name with the settings in which the arm differs from it."""
         return f"{policy} ({self.differences})" if self.differences else policy
 
 
@@ -269,12 +270,14 @@ class Answers(Measure):
     def _replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
+        """Yield the reply to each question under a budget, in order."""
         if self._later:
             yield from self._later_replies(writer, arm, budget, asked, first)
             return
         for at in batches([len(question.ids) for question in asked]):
             part = asked[at]
             drive = _drive(writer, arm, budget, len(part), first + at.start)
+            # the last token is fed after the cut: else the reply's first word would follow from the whole text
             drive.feed(*left_padded([question.ids[:-1] for question in part]), last_only=True)
             yield from self._finish(writer, drive, part, [question.ids[-1:] for question in part])
 
@@ -350,6 +353,7 @@ class Losses(Measure):
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
+        # until the budget is full nothing is evicted, so no loss can differ
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
         more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
@@ -375,4 +379,5 @@ def _sums(losses: Float[Tensor, " n"]) -> list[float]:
 
 
 def _drive(writer: Writer, arm: Arm, budget: int, rows: int, first: int) -> Drive:
+    """Return an empty cache of these rows, which feeds the model under the arm's policy."""
     return Drive(writer, parse(arm.policy), [budget] * rows, first=first, setup=arm.setup)

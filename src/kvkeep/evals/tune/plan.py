@@ -13,7 +13,7 @@ import torch
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Setup
-from kvkeep.evals.grid import RequestedBudget, split_arms
+from kvkeep.evals.grid import PolicyArm, RequestedBudget, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tune.documents import UserQuestion, own, planted
 from kvkeep.evals.tune.measure import (
@@ -31,7 +31,6 @@ from kvkeep.evals.tune.measure import (
     ladder,
 )
 from kvkeep.evals.tune.search import LIMITS, VERSION, Limits
-from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.planning.model_shapes import outline
 from kvkeep.planning.plan import Setting
@@ -71,7 +70,7 @@ class QuickDefaults:
     limits: Limits
 
 
-QUICK = QuickDefaults(384, 6, 3, (0.1, 0.3, 0.7), Limits(questions=24, windows=4, apart=False))
+QUICK = QuickDefaults(256, 6, 3, (0.1, 0.3, 0.7), Limits(questions=24, windows=4, apart=False))
 """A table in about a minute, of a model with 135 million parameters on two cores."""
 
 
@@ -126,10 +125,10 @@ class TuneArguments:
             raise InputError(f"context={self.context} is too short to search in; give {SHORTEST} or more.")
         if self.context is not None and self.context > LONGEST:
             raise InputError(f"context={self.context} is more than a search can read; give {LONGEST} or less.")
-        for policy, _ in self.chosen():
-            if not policy.evicts:
+        for arm in self.chosen():
+            if not arm.policy.evicts:
                 raise PolicyError(
-                    f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out."
+                    f"{spec(arm.policy)} evicts nothing: it is what the others are compared with. Leave it out."
                 )
 
     @property
@@ -147,8 +146,8 @@ class TuneArguments:
         """Return how many documents are used."""
         return replace(QUICK.limits if self.quick else LIMITS, given=self.limit)
 
-    def chosen(self) -> list[tuple[Policy, str | None]]:
-        """Return the policies to search, each with the bits of its slots if its name says them.
+    def chosen(self) -> list[PolicyArm]:
+        """Return the policies to search, each with what its name says beside the policy.
 
         Raises:
             PolicyError: a policy does not exist.
@@ -211,6 +210,7 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: tor
 
 
 def _case(name: str) -> Case:
+    """Return the name of a case after a check that it is one."""
     if name not in CASES:
         raise InputError(f"case={name!r} is no case; use {', '.join(CASES[:-1])} or {CASES[-1]}.")
     return next(case for case in CASES if case == name)
@@ -224,12 +224,13 @@ def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
         InputError: none of the case's policies runs on this model.
     """
     arms = []
-    for policy, bits in wanted.chosen():
-        for rule in dict.fromkeys(wanted.head_budgets):
-            setup = replace(wanted.setup, head_budget=rule, kv_bits=check_bits(bits or wanted.setup.kv_bits))
+    for chosen in wanted.chosen():
+        # a rule that a policy's name says is its only one
+        rules = wanted.head_budgets if chosen.head_budget is None else (chosen.head_budget,)
+        for setup in dict.fromkeys(chosen.over(replace(wanted.setup, head_budget=rule)) for rule in rules):
             try:
-                setup.cache(checkpoint, policy, [_EVERY])
-                arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
+                setup.cache(checkpoint, chosen.policy, [_EVERY])
+                arms.append(Arm(spec(chosen.policy), setup, _differences(checkpoint, chosen.policy, setup)))
             except KVKeepError:
                 if wanted.policies is not None:  # the user has named it
                     raise
@@ -246,6 +247,7 @@ def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
 
 
 def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measure:
+    """Return what measures a candidate: answers to questions, or losses of text that goes on."""
     if wanted.questions:
         return Answers(own(checkpoint, wanted.questions, wanted.seed), later=case == "later")
     context = wanted.tokens
@@ -255,6 +257,7 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measu
         check_positions(checkpoint, context, "the search", "context")
         options = Options(seed=wanted.seed, text=wanted.text)
         rows = task.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * LIMITS.windows, length=context)
+        # windows in the order of the text would let its beginning choose and its end confirm
         return Losses(rows[random.Random(wanted.seed).sample(range(len(rows)), len(rows))])
     documents = planted(checkpoint, wanted.text, context=context, facts=wanted.planted, seed=wanted.seed)
     return Answers(documents, later=case == "later")
@@ -315,6 +318,7 @@ def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
     """
     given = wanted.budgets or (QUICK.shares if wanted.quick else SHARES)
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
+    # two pieces must lie beyond the budget: earlier ones cannot differ
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
     found = sorted(number for number in numbers if number <= most)
     if not found:
@@ -323,6 +327,7 @@ def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
 
 
 def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
+    """Return a layer budget as JSON can hold it."""
     return list(rule) if isinstance(rule, tuple) else rule
 
 
@@ -342,4 +347,5 @@ def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, A
 
 
 def _hash(text: str) -> str:
+    """Return a short hash of a text."""
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

@@ -54,6 +54,7 @@ def _place(result: TuneResult, ladder: tuple[Candidate, ...]) -> Candidate:
 
 
 def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
+    """Return the last word of a candidate's line, such as ``chosen`` or ``fails``."""
     if one == result.found.chosen:
         return "chosen"
     if not result.promises:
@@ -62,6 +63,7 @@ def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
 
 
 def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> tuple[str, ...]:
+    """Return a candidate's line of the table."""
     share = one.row_bytes / full_bytes
     return (
         one.arm.label,
@@ -75,6 +77,7 @@ def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> 
 
 
 def _percent(share: float) -> str:
+    """Return a share in percent, rounded down, so that no candidate looks as if it had reached the target."""
     return "–" if math.isnan(share) else f"{math.floor(1000 * share + 1e-9) / 10:.1f}%"
 
 
@@ -137,9 +140,9 @@ def failure(result: TuneResult) -> str:
     found = result.found.confirmed[best]
     confidence = " with 95 % confidence" if result.promises else ""
     return (
-        f"No budget keeps {result.target:.4g} of the full cache's quality{confidence}. The best was {best}: "
-        f"{_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions (`limit`) or "
-        "larger `budgets`, or keep the full cache."
+        f"No budget keeps {100 * result.target:.4g} % of the full cache's quality{confidence}. The best finalist was "
+        f"{best}: {_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions "
+        "(`limit`) or larger `budgets`, or keep the full cache."
     )
 
 
@@ -161,6 +164,7 @@ def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
 
 
 def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes: int) -> Series:
+    """Return a policy's kept share over its memory, both in percent, with intervals where it was confirmed."""
     confirmed = result.found.confirmed
     qualities = [
         confirmed.get(candidate, replace(result.searched[candidate], low=math.nan, high=math.nan))
@@ -181,6 +185,7 @@ def config(found: SearchResult, model: str | None) -> Config:
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
     rule, colon, file = (setup["head_budget"] or "").partition(":")
     if rule == "profile":
+        # whoever reads the settings may stand in another folder
         setup["head_budget"] = rule + colon + os.path.abspath(in_full(file))
     return Config(model=model, policy=one.arm.policy, budget=one.budget, **setup)
 
@@ -218,6 +223,7 @@ def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
 
 
 def _plain(one: Candidate, found: KeptQuality, full_bytes: int) -> dict[str, Any]:
+    """Return a candidate and its quality for JSON."""
     return {
         "policy": one.arm.policy,
         **{name: value for name, value in asdict(one.arm.setup).items() if value is not None},

@@ -310,6 +310,9 @@ class Confirmation:
         return quality.passes(self._target) if self._promises else quality.share >= self._target
 
     def _measure(self, candidate: Candidate) -> KeptQuality:
+        """Return a candidate's quality on the documents of the confirmation; fewer of them if it cannot pass any
+        more.
+        """
         first, last = self._span
         found: list[Tally] = []
         step = max(1, (last - first) // 4)  # in quarters: after each it may be given up
@@ -334,6 +337,7 @@ def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) ->
     while not passes(ladder[start]):
         if start == last:
             return None
+        # a guess that is far too small should not cost a measurement of every step
         start, jump = min(start + jump, last), 2 * jump
     while start > 0 and passes(ladder[start - 1]):
         start -= 1
@@ -429,6 +433,7 @@ class CachedMeasure:
         return self._outcomes(FULL, self._measure.room, first, last)
 
     def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
+        """Return a candidate's outcomes for documents ``first`` to ``last``; known ones come from the folder."""
         known = self._records.outcomes
         start = first
         while start < last:
@@ -471,6 +476,9 @@ def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
 
 
 def _windows(count: int, limits: Limits) -> Sizes:
+    """Return how many windows the rounds and the confirmation take: others for each if there are enough, else the
+    same.
+    """
     limit = limits.given or limits.windows
     searched = min(_SEARCHED_WINDOWS, count // 3)
     if count - searched < LEAST_WINDOWS or not limits.apart:
@@ -484,6 +492,7 @@ def _together(documents: int) -> Sizes:
 
 
 def _split(searched: int, end: int) -> Sizes:
+    """Return sizes in which the confirmation has documents of its own."""
     return Sizes(_rounds(searched), (searched, end))
 
 
@@ -572,6 +581,7 @@ def _expected(ladders: Sequence[Ladder], sizes: Sizes) -> int:
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:
+    """Return the number of questions that outcomes answer; a window counts as one."""
     return sum(len(outcome) if isinstance(outcome, str) else 1 for outcome in outcomes)
 
 

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from kvkeep.models.tiny.recall import HELD_OUT, Fact, Question, draw_value, own_filler, side, take
+from kvkeep.models.tiny.recall import (
+    HELD_OUT,
+    Fact,
+    Kind,
+    Lexicon,
+    Question,
+    draw_value,
+    own_filler,
+    pool,
+    side,
+    take,
+)
 
 KINDS = tuple(kind.name for kind in HELD_OUT.kinds)
 
@@ -29,6 +40,9 @@ class Style:
         joint: stands between two sentences.
         before: stands before the first sentence.
         hops: whether questions name an owner by a thing that is theirs, so that an answer takes two facts.
+        lexicon: what facts are made of.
+        own_text: whether the sentences between facts are those of a text of the user. The answers to its questions are
+            begun for the model.
     """
 
     summary: str
@@ -37,6 +51,93 @@ class Style:
     joint: str = " "
     before: str = ""
     hops: bool = False
+    lexicon: Lexicon = HELD_OUT
+    own_text: bool = False
+
+
+def _people(*kinds: Kind) -> Lexicon:
+    """Return a lexicon of facts with one key, a person's name, in words that small pretrained models know."""
+    return Lexicon(_NAMES, (), (), kinds)
+
+
+_NAMES = pool(
+    "Alice Arthur Barbara Bernard Carol Charles Diana Douglas Edith Edward Emma Felix Florence Frank George Grace "
+    "Harold Helen Henry Irene Isaac Jack Jane Joseph Julia Kate Laura Leonard Louis Lucy Margaret Martin Mary Michael "
+    "Nancy Oliver Oscar Patrick Paul Peter Rachel Robert Rose Samuel Sarah Simon Susan Thomas Victor Walter"
+)
+
+# Each statement ends with its value, since an answer begins with the words before it.
+
+_DEV = _people(
+    Kind(
+        "number",
+        ("the code of {owner}'s door is {value}.",),
+        (),
+        ("what is the code of {owner}'s door?",),
+    ),
+    Kind(
+        "city",
+        ("{owner} lives in {value}.",),
+        (),
+        ("in which city does {owner} live?",),
+        pool(
+            "London Paris Rome Madrid Berlin Vienna Lisbon Dublin Athens Warsaw Prague Oslo Stockholm Moscow Cairo "
+            "Tokyo Chicago Boston Toronto Sydney Venice Naples Munich Zurich Brussels Helsinki"
+        ),
+    ),
+    Kind(
+        "pet",
+        ("the pet of {owner} is a {value}.",),
+        (),
+        ("which animal is the pet of {owner}?",),
+        pool("parrot rabbit turtle monkey snake lizard hamster goat pony duck fox crow pig raven squirrel ferret"),
+    ),
+    Kind(
+        "colour",
+        ("the favourite colour of {owner} is {value}.",),
+        (),
+        ("what is the favourite colour of {owner}?",),
+        pool("red blue green yellow orange purple pink brown black white grey silver golden scarlet violet"),
+    ),
+)
+"""Facts to choose rules and options by."""
+
+_TEST = _people(
+    Kind(
+        "work",
+        ("{owner} works as a {value}.",),
+        (),
+        ("what is the profession of {owner}?",),
+        pool(
+            "doctor teacher lawyer baker butcher carpenter tailor painter sailor farmer nurse judge pilot plumber "
+            "dentist barber gardener librarian fisherman blacksmith chemist banker"
+        ),
+    ),
+    Kind(
+        "instrument",
+        ("{owner} plays the {value}.",),
+        (),
+        ("which instrument does {owner} play?",),
+        pool("piano violin guitar flute trumpet harp cello drums organ clarinet banjo trombone saxophone accordion"),
+    ),
+    Kind(
+        "language",
+        ("the language that {owner} speaks is {value}.",),
+        (),
+        ("which language does {owner} speak?",),
+        pool(
+            "French German Spanish Italian Russian Chinese Japanese Arabic Greek Turkish Polish Dutch Swedish Danish "
+            "Hebrew Hindi Korean Portuguese"
+        ),
+    ),
+    Kind(
+        "number",
+        ("the telephone number of {owner} is {value}.",),
+        (),
+        ("what is the telephone number of {owner}?",),
+    ),
+)
+"""Facts for tables, which no rule and no option was chosen by."""
 
 
 def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
@@ -48,6 +149,7 @@ def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
 
     After all such facts, they come again in a new order. Nothing is yielded if there are none.
     """
+    # a drawn owner could own what a given fact gives to another
     kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
     names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
     things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
@@ -108,6 +210,13 @@ STYLES = {
     "table": Style("rows of a table", _rows, say=_row, joint="\n"),
     "code": Style("comments that state facts, above lines of a program", _program, joint="\n# ", before="# "),
     "hops": Style("plain sentences; questions take two facts", _plain, hops=True),
+    "text-dev": Style(
+        "sentences of a text of your own, facts about persons for any model: to choose rules and options by",
+        _plain,
+        lexicon=_DEV,
+        own_text=True,
+    ),
+    "text-test": Style("the same with other facts: for tables", _plain, lexicon=_TEST, own_text=True),
 }
 """The looks of texts by name."""
 
@@ -148,11 +257,11 @@ def document(  # noqa: PLR0913  each decides about the text
             anywhere. Empty: the facts are spread evenly.
         first_kind: the number of the first fact's kind; the facts take all kinds in turn.
         style: one of `STYLES`.
-        filler: sentences between the facts, in place of the style's.
+        filler: sentences between the facts, in place of the style's; for styles of a user's text.
         count: tokens of a string.
     """
     rng, look = random.Random(f"{seed}/document/{n_facts}/{tokens}/{first_kind}"), STYLES[style]
-    facts = _facts(rng, n_facts, first_kind, [kind for kind in KINDS if kind != "owner" or not look.hops])
+    facts = _facts(rng, n_facts, first_kind, look)
     said = [fact.say(rng.choice(fact.kind.statements)) for fact in facts]
     if look.say is not None:
         said = [look.say(fact) for fact in facts]
@@ -172,7 +281,8 @@ def document(  # noqa: PLR0913  each decides about the text
     taken = take(source, room, lambda sentence: count(look.joint + sentence.strip()))
     woven, starts = _woven(taken, said, places, look.joint)
     text = look.before + woven
-    return Document(text, tuple(_question(text, named, i, asks[i], starts[i] / len(woven)) for i in asked))
+    leads = [fact.say(fact.kind.lead) if look.own_text else "" for fact in named]
+    return Document(text, tuple(_question(text, named, i, asks[i], starts[i] / len(woven), leads[i]) for i in asked))
 
 
 def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
@@ -188,27 +298,39 @@ def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
     return [replace(fact, owner=names[fact.owner]) for fact in facts]
 
 
-def _facts(rng: random.Random, n: int, first_kind: int, kinds: Sequence[str]) -> list[Fact]:
-    """Draw facts with distinct keys from a small grid of owners and things, of the kinds in turn, then shuffled."""
-    width = side(n)
-    owners, things = rng.sample(HELD_OUT.names, width), rng.sample(HELD_OUT.things, width)
-    materials = rng.sample(HELD_OUT.materials, min(width, len(HELD_OUT.materials)))
-    free = {kind: list(product(materials if kind == "owner" else owners, things)) for kind in kinds}
-    facts = []
+def _facts(rng: random.Random, n: int, first_kind: int, look: Style) -> list[Fact]:
+    """Draw facts with distinct keys, of the kinds in turn, then shuffled."""
+    lexicon = look.lexicon
+    kinds = [kind.name for kind in lexicon.kinds if kind.name != "owner" or not look.hops]
+    free, facts = _keys(rng, n, lexicon, kinds), []
     for number in range(n):
-        kind = HELD_OUT.kind(kinds[(first_kind + number) % len(kinds)])
+        kind = lexicon.kind(kinds[(first_kind + number) % len(kinds)])
         owner, thing = free[kind.name].pop(rng.randrange(len(free[kind.name])))
-        facts.append(Fact(kind, owner, thing, draw_value(kind, HELD_OUT, rng)))
+        facts.append(Fact(kind, owner, thing, draw_value(kind, lexicon, rng)))
     rng.shuffle(facts)
     return facts
 
 
-def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float) -> Question:
+def _keys(rng: random.Random, n: int, lexicon: Lexicon, kinds: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Draw, for each kind, the owners and things that its facts can be about: a small grid, so that facts share them.
+
+    In a lexicon without things there is one fact about each owner.
+    """
+    if not lexicon.things:
+        people = [(owner, "") for owner in rng.sample(lexicon.names, n)]
+        return dict.fromkeys(kinds, people)
+    width = side(n)
+    owners, things = rng.sample(lexicon.names, width), rng.sample(lexicon.things, width)
+    materials = rng.sample(lexicon.materials, min(width, len(lexicon.materials)))
+    return {kind: list(product(materials if kind == "owner" else owners, things)) for kind in kinds}
+
+
+def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float, lead: str) -> Question:
     """Return the question about the fact at an index. That fact stands last among the question's facts."""
     asked = facts[at]
     same = tuple(fact.value for fact in facts if fact.kind.name == asked.kind.name)
     ordered = (*facts[:at], *facts[at + 1 :], asked)
-    return Question(f"{text} {ask}", asked.value, asked.kind.name, depth, ordered, same)
+    return Question(f"{text} {ask}", asked.value, asked.kind.name, depth, ordered, same, lead)
 
 
 def _woven(filler: Sequence[str], said: Sequence[str], places: Iterable[float], joint: str) -> tuple[str, list[int]]:

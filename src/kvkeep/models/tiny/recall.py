@@ -30,6 +30,11 @@ class Kind:
     questions: tuple[str, ...]
     values: tuple[str, ...] = ()
 
+    @property
+    def lead(self) -> str:
+        """Return the template of an answer's beginning: the first statement up to its value."""
+        return self.statements[0].partition("{value}")[0].rstrip()
+
 
 @dataclass(frozen=True)
 class Lexicon:
@@ -275,7 +280,8 @@ class Question:
 
     ``prompt`` is the text and the question, the content of one user message. ``depth`` is where the asked
     fact stands in the text (0 = start, 1 = end); ``choices`` are the values of the facts of the same kind,
-    so that a guess among them is right once in ``len(choices)``.
+    so that a guess among them is right once in ``len(choices)``. ``lead`` is the beginning of the answer that
+    the model goes on from; empty where it begins itself.
     """
 
     prompt: str
@@ -284,6 +290,7 @@ class Question:
     depth: float
     facts: tuple[Fact, ...] = field(repr=False)
     choices: tuple[str, ...] = field(repr=False)
+    lead: str = ""
 
     def messages(self) -> list[dict[str, str]]:
         """Return the prompt as a chat, for ``tokenizer.apply_chat_template``."""
@@ -323,7 +330,9 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
 
 
 def most_facts(lexicon: Lexicon) -> int:
-    """Return how many facts one text of `question` can hold: names and things give keys for no more."""
+    """Return how many facts one text can hold: names and things give keys for no more, or names alone."""
+    if not lexicon.things:
+        return len(lexicon.names)
     longest = min(len(lexicon.names), len(lexicon.things))
     return 1 + max(n for n in range(longest**2) if side(n) <= longest)
 
