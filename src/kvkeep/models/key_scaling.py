@@ -129,7 +129,8 @@ class _Observer:
         of_queries = of_queries.unflatten(0, (keys.shape[1], -1)).mean(dim=1)
         ratio = (of_keys.clamp_min(_TINY) / of_queries.clamp_min(_TINY)).log2() / 4
         found = (ratio - ratio.mean(dim=-1, keepdim=True)).round().nan_to_num(0.0)
-        return found.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+        exponents: Int8[Tensor, "Hk D"] = found.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+        return exponents
 
     def _power(self, x: Float[Tensor, "B H n D"], by: int) -> Float[Tensor, "H D"]:
         """Return the mean square of each channel of vectors as they would be so many positions later."""
