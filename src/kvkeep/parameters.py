@@ -293,6 +293,40 @@ GUARD = Parameter(
 PINS = Parameter(
     name="pins", kind=list, help="Spans of the prompt's positions that are never evicted.", group=MEMORY, default=()
 )
+CONVERSATIONS = Parameter(
+    name="conversations",
+    kind=str,
+    help="Chats that continue an earlier one: auto goes on from its memory while nothing was evicted from it, continue "
+    "always, fresh reads everything anew.",
+    group=MEMORY,
+    default="auto",
+    metavar="MODE",
+    words=("auto", "continue", "fresh"),
+)
+CONVERSATION_TTL = Parameter(
+    name="conversation_ttl",
+    kind=float,
+    help="Forget conversations that nobody has continued for so long.",
+    group=MEMORY,
+    default=86400.0,
+    least=0,
+    most=10**9,
+    excludes_least=True,
+    metavar="SECONDS",
+    rare=True,
+)
+SYSTEM_SHARE = 0.25
+"""The part of a budget up to which a system message is pinned unasked."""
+PIN_SYSTEM = Parameter(
+    name="pin_system",
+    kind=str,
+    help="Never evict the system message, where it takes at most a quarter of the budget: on or off.",
+    group=MEMORY,
+    default="on",
+    metavar="MODE",
+    words=("on", "off"),
+    rare=True,
+)
 PREFILL_CHUNK = Parameter(
     name="prefill_chunk",
     kind=int,

@@ -93,6 +93,16 @@ def end(pins: Spans) -> int:
     return pins[-1][1] if pins else 0
 
 
+def from_start(pins: Spans) -> Spans:
+    """Return the spans with the first one extended to the first position, where fused steps know of it."""
+    return spans(((0, pins[0][1]), *pins)) if pins else ()
+
+
+def within(pins: Spans, tokens: int) -> Spans:
+    """Return the parts of the spans that lie within the first tokens."""
+    return tuple((start, min(stop, tokens)) for start, stop in pins if start < tokens)
+
+
 def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int[Tensor, "B bounds"]:
     """Return the bounds of each row's spans in order, for `kvkeep.kv.ranking.pinned`, filled up with `LAST`.
 

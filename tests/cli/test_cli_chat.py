@@ -162,6 +162,14 @@ def test_the_system_message_is_the_first(model, tmp_path):
     assert [one["role"] for one in saved(tmp_path).note["messages"]] == ["system", *["user", "assistant"] * 2]
 
 
+def test_a_short_system_message_is_never_evicted_unless_it_may_be(model, tmp_path):
+    for name, words in (("one", ()), ("two", ("--pin-system", "off")), ("three", ("--budget", 12))):
+        answers(model, "-s", name, "--system", "be brief", *words, said=["the fox"])
+        pins = saved(tmp_path, name).contents.layers[0].pins
+        assert [start for start, _ in pins] == ([0] if name == "one" else [])  # of 12, a quarter is too little
+    assert "neither on nor off" in refused(model, "--pin-system", "maybe")
+
+
 @pytest.mark.slow
 def test_a_conversation_about_a_remembered_text(model, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 9)

@@ -94,6 +94,7 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, adapters=
     app = make_app(served, ServerSettings(name=NAME, **settings), origins)
     with made, listening(app, place) as port:
         running = Running(port, made, app.state.queue, served, app.state.limits)
+        running.responses = app.state.responses
         try:
             yield running
         finally:

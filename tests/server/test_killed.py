@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
+import time
 from contextlib import suppress
+
+import pytest
 
 from .running import WAIT_S, httpx
 from .test_cli_serve import start
@@ -69,3 +73,43 @@ def test_a_killed_server_has_its_saved_sessions_when_it_is_started_again(tmp_pat
         process.kill()
         process.join(WAIT_S)
     assert "Traceback" not in err.read_text()
+
+
+def talk_whole(url, number, answered, messages):
+    """Talk, with all earlier messages sent each time, until the server is gone; note each answered turn."""
+    with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        for turn_number in range(len(messages) // 2, 40):
+            text = f"There was a dog called {number} by the sea. What did it do on day {turn_number} of the year?"
+            asked = [*messages, {"role": "user", "content": text}]
+            body = {"messages": asked, "max_tokens": 3, "temperature": 0, "user": f"user {number}"}
+            found = client.post(TALK, json=body).json()
+            messages[:] = [*asked, found["choices"][0]["message"]]
+            answered[number] = found["usage"]["prompt_tokens"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_has_every_conversation_that_was_answered(tmp_path):
+    words = ("--session-dir", tmp_path / "sessions", "--budget", "1024", "--no-access-log")
+    answered, messages = {}, {number: [] for number in range(4)}
+    rng = random.Random(3)
+    for _ in range(3):
+        process, url, err = start(tmp_path, *words)
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            for number, before in answered.items():
+                asked = [*messages[number], {"role": "user", "content": "And then?"}]
+                body = {"messages": asked, "max_tokens": 1, "temperature": 0, "user": f"user {number}"}
+                used = client.post(TALK, json=body).json()["usage"]
+                # of the last answer a few tokens may be read again, since its text may become other tokens
+                assert used["prompt_tokens_details"]["cached_tokens"] >= before, number
+        busy = [threading.Thread(target=talk_whole, args=(url, n, answered, messages[n])) for n in messages]
+        for one in busy:
+            one.start()
+        time.sleep(rng.uniform(1, 4))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(WAIT_S)
+        for one in busy:
+            one.join(WAIT_S)
+            assert not one.is_alive()
+        assert "Traceback" not in err.read_text()
+        err.unlink()
+    assert len(answered) == len(messages)

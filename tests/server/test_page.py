@@ -17,7 +17,7 @@ def test_the_pages_python_runs(capsys, monkeypatch):
     pytest.importorskip("openai")
     monkeypatch.setattr(running, "NAME", "embedded")
     code = "".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
-    with running.serve() as server:
+    with running.serve(engine={"conversation_memory": 2**28}) as server:
         names = {}
         exec(code.replace("http://127.0.0.1:8000", server.url), names)
         names["client"].close()

@@ -319,6 +319,22 @@ def test_prompts_go_where_their_beginning_was_read():
             assert asked(running, lambda: running.chat(messages=later)) == [home]  # noqa: B023
 
 
+def test_a_conversation_goes_to_its_holder():
+    story = "Once upon a time there was a dog who lived by the sea. " * 12
+    with fronted(prefixes=True, engine={"conversation_memory": 2**26}, budget=512) as running:
+        talks = [[{"role": "user", "content": f"{n} {story}"}] for n in range(3)]
+        for number in range(2):
+            for messages in talks:
+                found = running.chat(messages=messages).json()
+                messages += [found["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+                assert (found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100) == (number > 0)
+        assert len(running.client.get("/v1/sessions").json()["data"]) == 3
+        names = [entry["id"] for entry in running.client.get("/v1/sessions").json()["data"]]
+        assert all(running.client.get(f"{SESSIONS}/{name}").json()["seen_tokens"] > 100 for name in names)
+        assert [running.client.delete(f"{SESSIONS}/{name}").status_code for name in names] == [200] * 3
+        assert running.client.get("/v1/sessions").json()["data"] == []
+
+
 def test_a_router_that_is_about_to_end_takes_no_requests(mortal):
     mortal.queue.draining = True
     assert "about to end" in mortal.refused(mortal.complete(), 503)["message"]

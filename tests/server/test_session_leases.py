@@ -62,6 +62,24 @@ def test_the_folder_of_a_server_that_runs_stays_and_that_of_a_killed_one_goes(he
     assert sorted(path.name for path in here.own.iterdir()) == ["one.kvkeep", "two.kvkeep"]
 
 
+def test_a_new_server_takes_over_the_conversations_of_those_that_have_ended(tmp_path, other):
+    other.kill()
+    for folder, name in ((other.own, "a--conv_1"), (other.own, "a--trip"), (tmp_path, "b--conv_2")):
+        (folder / f"{name}.kvkeep").write_bytes(b"x")
+    one = SharedFolder(tmp_path, "one")
+    assert sorted(path.stem for path in one.own.iterdir()) == ["a--conv_1", "b--conv_2"]
+    assert [path.stem for path in other.own.iterdir()] == ["a--trip"]  # it has a lease, and waits for whoever asks
+    one.close()
+
+
+def test_the_conversations_of_a_server_that_runs_stay(tmp_path, other):
+    (other.own / "a--conv_1.kvkeep").write_bytes(b"x")
+    one = SharedFolder(tmp_path, "one")
+    assert not list(one.own.iterdir())
+    assert other.own.exists()
+    one.close()
+
+
 def test_an_emptied_folder_of_a_server_that_runs_stays(here, other):
     (other.own / "one.kvkeep").write_bytes(b"x")
     assert here.take("one")

@@ -439,3 +439,37 @@ def test_entries_of_a_configuration_that_change_nothing_are_not_compared():
         one.name_or_path = name
         shown.append(name_of_config(one))
     assert shown == ["Qwen/Qwen3-0.6B", "mine", "mine", "mine", "llama"]
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": "8"}, {"head_budget": "ada:0.2"}], ids=str)
+def test_a_memory_that_has_evicted_nothing_is_cut_back_to_a_beginning(options):
+    caches = [bounded(model(), "snapkv:window=2", 40, **options) for _ in range(2)]
+    for cache, stop in zip(caches, (24, 7), strict=True):
+        feed(model(), cache, ids(1), 0, stop)
+    whole, wanted = (cache.snapshot().contents.pinned(((2, 12),)) for cache in caches)
+    assert whole.shortest([None] * 2) == 0
+    for one, other in zip(whole.cut_back(7).layers, wanted.layers, strict=True):
+        assert (one.seen, one.pins) == (7, ((2, 7),))
+        assert torch.equal(one.positions, other.positions)
+        for name in one.cut - {"state.score"}:
+            torch.testing.assert_close(one.tensors[name], other.tensors[name], msg=name)
+    assert whole.cut_back(24) is whole
+    cache = bounded(model(), "snapkv:window=2", 40, **options)
+    cache.restore(0, replace(caches[0].snapshot(), contents=whole.cut_back(7).pinned(()), tokens=None))
+    torch.testing.assert_close(
+        feed(model(), cache, ids(1), 7, 9, prompt=0), feed(model(), caches[1], ids(1), 7, 9, prompt=0)
+    )
+
+
+def test_a_memory_that_has_evicted_or_has_a_state_is_not_cut_back():
+    windows = {"llama": [None] * 2, "gemma2": [10, None], "falcon-h1": [None] * 2}
+    cases = [("h2o:recent=2", 8, None), ("leverage", 40, 12), ("local", 40, 0), ("local", 8, None)]
+    for name, policy, budget, stop, wanted in (
+        *(("llama", policy, budget, 12, wanted) for policy, budget, wanted in cases),
+        ("gemma2", "h2o", 40, 9, 0),
+        ("gemma2", "h2o", 40, 12, 12),
+        ("falcon-h1", "h2o", 40, 12, 12),
+    ):
+        cache = bounded(model(name), policy, budget)
+        feed(model(name), cache, ids(1), 0, stop)
+        assert cache.snapshot().contents.shortest(windows[name]) == wanted, (name, policy)

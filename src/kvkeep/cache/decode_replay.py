@@ -96,7 +96,7 @@ class DecodePaths:
 
     def why_not_fused(self, block: Block) -> str | None:
         """Return the reason why a step on a block cannot be fused; ``None`` if it may be tried."""
-        return self._not_fused if block.pins is None else "a row has pins, of which a kernel knows nothing"
+        return self._not_fused if _knows_pins(block) else "a row has pins, of which a kernel knows nothing"
 
     def may_record(self, block: Block, *, alone: bool) -> bool:
         """Return whether this step may be recorded: whether the next one can be the same with other tokens.
@@ -105,11 +105,16 @@ class DecodePaths:
             block: the slots.
             alone: whether the layer has a budget of its own.
         """
-        if self._policy.grows is not None or self._policy.bursts is not None or block.pins is not None:
+        if self._policy.grows is not None or self._policy.bursts is not None or not _knows_pins(block):
             return False  # the number of slots that stay may differ next time
         if not alone or not block.store.in_place or isinstance(block.budget, Tensor):
             return False
         return not torch.compiler.is_compiling() and self.statistic.remembers(block.prompt, block.budget)
+
+
+def _knows_pins(block: Block) -> bool:
+    """Return whether a kernel, which protects first and newest positions, protects all pins of a block as well."""
+    return block.pins is None or block.lead > 0
 
 
 def why_not_fused(policy: Policy, backend: Backend, *, window: int | None = None, even: bool = True) -> str | None:
@@ -253,7 +258,7 @@ class Repeating:
         if self._held:
             return
         self._block, self._store, self._budget = weakref.ref(block), weakref.ref(block.store), block.budget
-        self._seen = weakref.ref(block.seen)  # a kernel writes it
+        self._seen, self._lead = weakref.ref(block.seen), block.lead  # a kernel writes the tokens seen
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
@@ -262,7 +267,7 @@ class Repeating:
             return False
         if self._seen() is not block.seen:
             return False
-        return block.pins is None and _asked(options) == self._asked
+        return _knows_pins(block) and block.lead == self._lead and _asked(options) == self._asked
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

@@ -125,7 +125,8 @@ def fused_step(
         limits = SlotLimits(view.seen, window=window)
     else:
         stay = limit(policy, view, block.state, window=window)
-        limits = SlotLimits(view.seen, *policy.protected(view.budget), stay, window)
+        sinks, recent = policy.protected(view.budget)
+        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window)
     return FusedStep(query, block.store.slots(), (key, value), now, statistic, options, added, limits)
 
 

@@ -13,6 +13,7 @@ from kvkeep.cli.options import (
     JSON,
     MAX_NEW_TOKENS,
     NO_DEFAULT,
+    PIN_SYSTEM,
     POLICY,
     REPETITION_DETECTION,
     check_one_adapter,
@@ -82,6 +83,7 @@ class ChatOptions(GenerationOptions):
         more=NO_DEFAULT,
     )
     budget: int | None = option(BUDGET, help=f"{BUDGET.help} Default: 1024; under full 8192.", read=parse_budget)
+    pin_system: bool = option(PIN_SYSTEM)
     max_new_tokens: int = option(MAX_NEW_TOKENS, default=str(CHAT_MAX_NEW_TOKENS.default))
     repetition_detection: bool | Mapping[str, int] = option(REPETITION_DETECTION, default="on", rare=False)
     json: bool = option(JSON, help="With --list: print one JSON object.")

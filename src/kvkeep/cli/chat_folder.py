@@ -213,7 +213,7 @@ def complete_names(incomplete: str) -> list[tuple[str, str]]:
 def _checked(name: str) -> str:
     """Return a conversation's name after a check that it can be a file's."""
 
-    from kvkeep.engine.session_store import check_name  # imports torch
+    from kvkeep.engine.request import check_name  # imports torch
 
     try:
         return check_name(name)

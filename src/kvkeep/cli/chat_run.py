@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -29,10 +30,12 @@ from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
+from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import check_system
+from kvkeep.pins import Spans, from_start
 from kvkeep.policies.registry import label, parse
 
 if TYPE_CHECKING:
@@ -229,8 +232,24 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     engine = _engine(checkpoint, request, budget)
     snapshot = None if memory is None else memory.snapshot
     return ChatSession(
-        engine, folder, place, sampling=sampling, source=request.model, system=request.system, memory=snapshot
+        engine,
+        folder,
+        place,
+        sampling=sampling,
+        source=request.model,
+        system=request.system,
+        pins=partial(_system_pins, checkpoint, engine) if request.pin_system else lambda messages: (),
+        memory=snapshot,
     )
+
+
+def _system_pins(checkpoint: Checkpoint, engine: Engine, messages: Sequence[Mapping[str, str]]) -> Spans:
+    """Return the spans of the system message in a conversation's first turn, if it is short enough to be pinned."""
+    try:
+        found = from_start(system_spans(checkpoint, messages))
+    except InputError:  # the template shows it in another form
+        return ()
+    return found if engine.can_pin(found) else ()
 
 
 def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:

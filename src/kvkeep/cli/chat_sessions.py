@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvkeep.engine.request import Request, Result
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, TurnStates
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.pins import Spans
 from kvkeep.policies.registry import label
 from kvkeep.snapshot.snapshot import Snapshot
 
@@ -74,6 +75,7 @@ class ChatSession:
         sampling: how the tokens of answers are chosen.
         source: the model, as a command takes it, for the conversation's file; ``None`` for the embedded model.
         system: a system message for the first turn.
+        pins: returns the spans of the first turn that are never evicted.
         memory: the memory with which it begins or goes on.
 
     Attributes:
@@ -95,10 +97,11 @@ class ChatSession:
         sampling: SamplingParams,
         source: str | None = None,
         system: str | None = None,
+        pins: Callable[[Sequence[Mapping[str, str]]], Spans] = lambda messages: (),
         memory: Snapshot | None = None,
     ) -> None:
         self.engine, self.folder, self.place = engine, folder, place
-        self._sampling, self._source, self._system = sampling, source, system
+        self._sampling, self._source, self._system, self._pins = sampling, source, system, pins
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
         self._adapter = next(iter(engine.adapters), None)  # if it could not be merged into the weights
@@ -221,7 +224,7 @@ class ChatSession:
             {"role": "system", "content": self._system},
             {"role": "user", "content": message},
         ]
-        return Request(messages=messages, sampling=self._sampling)
+        return Request(messages=messages, sampling=self._sampling, pins=self._pins(messages))
 
     def rewind(self, turns: int) -> None:
         """Take back the last turns.

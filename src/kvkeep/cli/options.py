@@ -524,6 +524,17 @@ def parse_repetition_detection(text: str, option: str) -> bool | Mapping[str, in
     return {name.strip(): int(value.strip()[:20]) for name, value in pairs}
 
 
+def parse_switch(text: str, option: str) -> bool:
+    """Return whether an option is ``on``.
+
+    Raises:
+        InputError: the text is neither ``on`` nor ``off``.
+    """
+    if text not in ("on", "off"):
+        raise InputError(f"{option}={text!r:.40} is neither on nor off.")
+    return text == "on"
+
+
 def described(parameter: Parameter, **changes: Any) -> Option:
     """Return the option of a parameter.
 
@@ -616,6 +627,7 @@ KV_BITS = described(parameters.KV_BITS, read=parse_kv_bits)
 POSITIONS = described(parameters.POSITIONS, read=parse_positions)
 MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="256", read=parse_tokens)
 TEMPERATURE = described(parameters.TEMPERATURE, flags=("-t",))
+PIN_SYSTEM = described(parameters.PIN_SYSTEM, read=parse_switch)
 REPETITION_DETECTION = described(parameters.REPETITION_DETECTION, default="off", read=parse_repetition_detection)
 MAX_ROWS = Option(
     help="Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=MEMORY

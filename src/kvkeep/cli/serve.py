@@ -23,6 +23,7 @@ from kvkeep.cli.options import (
     MAX_ROWS,
     MODEL_WORD,
     OUTPUT,
+    PIN_SYSTEM,
     POLICY,
     POSITIONS,
     PREFILL_CHUNK,
@@ -199,6 +200,7 @@ class ServeOptions(ModelOptions):
     head_budget: str | None = option(HEAD_BUDGET)
     kv_bits: str | None = option(KV_BITS)
     positions: Literal["true", "slot"] | None = option(POSITIONS)
+    pin_system: bool = option(PIN_SYSTEM)
     guard: float | None = option(
         described(parameters.GUARD),
         help="Give a request a quarter or half of its budget if its prompt then loses at most this share of attention.",
@@ -219,8 +221,11 @@ class ServeOptions(ModelOptions):
         group=MEMORY,
         rare=True,
     )
+    conversations: Literal["auto", "continue", "fresh"] = option(described(parameters.CONVERSATIONS))
+    conversation_ttl: float = option(described(parameters.CONVERSATION_TTL))
     session_memory: int | None = option(
-        "Main memory for idle sessions. The rest is moved to --session-dir.",
+        "Main memory for idle sessions and conversations. The rest is moved to --session-dir; without it "
+        "conversations are forgotten. Default: 4GiB, or a quarter of the free memory if that is less.",
         read=_size,
         default=None,
         metavar="SIZE",

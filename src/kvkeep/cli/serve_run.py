@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 import typer
 
 from kvkeep import budget as budgets
@@ -25,7 +26,7 @@ from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
-from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.admission import DEFAULT_ROWS, free_bytes
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_cache import check_prefix_memory
 from kvkeep.engine.request import checked_guard
@@ -38,12 +39,12 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
-from kvkeep.parameters import PORT, SERVER_COUNTS, SERVER_TIMES
+from kvkeep.parameters import CONVERSATION_TTL, PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
-from kvkeep.scale.ray_serve import ReplicaRecipe, deployment, need_serve
+from kvkeep.scale.ray_serve import ReplicaRecipe, deployment, need_serve, shares_beginnings
 from kvkeep.scale.ray_serve_replicas import ReplicaFacts
 from kvkeep.server.app import make_app
 from kvkeep.server.middleware import log
@@ -76,8 +77,26 @@ class Answering(Protocol):
 def engine_options(request: ServeOptions) -> dict[str, Any]:
     """Return the options of the engine."""
     slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
-    rest = ("guard", "host_rows", "prefix_memory", "session_memory", "session_dir")
-    return {"rows": request.max_rows, **{name: getattr(request, name) for name in (*slots, *rest)}}
+    rest = ("guard", "host_rows", "prefix_memory", "session_dir", "conversations", "conversation_ttl")
+    most = session_bytes(request)
+    kept: dict[str, int | None] = {"session_memory": most, "conversation_memory": _FILES * most}
+    if request.session_dir is None:  # sessions that a client has named have no other place
+        kept = {"session_memory": None, "conversation_memory": most}
+    return {"rows": request.max_rows, **kept, **{name: getattr(request, name) for name in (*slots, *rest)}}
+
+
+_MOST_KEPT = 4 * 2**30
+"""The default main memory for idle sessions and conversations."""
+_FILES = 8
+"""Conversations in files may take so many times their main memory."""
+
+
+def session_bytes(request: ServeOptions) -> int:
+    """Return the main memory for idle sessions and conversations, of each replica."""
+    if request.session_memory is not None:
+        return request.session_memory
+    free, count = free_bytes(torch.device("cpu")), 1 if request.replicas is None else request.replicas[1]
+    return min(_MOST_KEPT, _MOST_KEPT if free is None else free // 4) // count
 
 
 def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int | None, answer: Answering) -> bool:
@@ -103,7 +122,9 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
             settings = replace(settings, session_dir=str(in_full(settings.session_dir).resolve()))
         with _running(request, _recipe(request, settings, device), need) as handle:
             replicas, facts = asyncio.run(_begun(handle))
-            router = make_router(replicas, settings, request.allow_origin, prefixes=request.prefix_memory > 0)
+            router = make_router(
+                replicas, settings, request.allow_origin, prefixes=shares_beginnings(engine_options(request))
+            )
             more = f" on each of {console.count(least, 'replica')}"
             return answer(router, settings.name, facts.rows, facts.row_bytes, more)
 
@@ -135,7 +156,7 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
     except KVKeepError:
         return 0
     slots = request.kv_memory or (request.max_rows or DEFAULT_ROWS) * made.bounded.row_bytes
-    kept = (request.session_memory or 0) + request.prefix_memory
+    kept = session_bytes(request) + request.prefix_memory
     # nobody knows how many bytes weights of fewer bits take
     return PROCESS_BYTES + slots + kept + (made.bounded.weight_bytes if request.load_in is None else 0)
 
@@ -349,7 +370,7 @@ def _check_numbers(request: ServeOptions) -> None:
     Raises:
         InputError: a number is out of range.
     """
-    for parameter in SERVER_TIMES:
+    for parameter in (*SERVER_TIMES, CONVERSATION_TTL):
         if not parameter.allows(seconds := getattr(request, parameter.name)):
             raise InputError(f"{parameter.name}={seconds:g} is no time; give seconds above 0.")
     for parameter in SERVER_COUNTS:
@@ -378,6 +399,7 @@ def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> Server
         key_tokens=request.key_tokens,
         session_dir=request.session_dir,
         page=request.page,
+        pin_system=request.pin_system,
         allowed_hosts=_allowed_hosts(request, keys),
     )
 

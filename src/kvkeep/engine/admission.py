@@ -32,7 +32,7 @@ from kvkeep.models.generation_config import ends_of
 from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.pins import Spans, end, spans
+from kvkeep.pins import Spans, count, end, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
@@ -306,6 +306,11 @@ class Settled(NamedTuple):
     adapter: str | None
 
 
+def made_of(snapshot: Snapshot | None) -> Fingerprint | None:
+    """Return the fingerprint of a snapshot; ``None`` without one."""
+    return None if snapshot is None else snapshot.fingerprint
+
+
 DEFAULT_ROWS = 16
 
 MOST_POLICIES = 64
@@ -380,7 +385,9 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy, budget, adapter = self.settle(request.policy, request.budget, request.snapshot, request.adapter)
+        policy, budget, adapter = self.settle(
+            request.policy, request.budget, made_of(request.snapshot), request.adapter
+        )
         request = request if adapter == request.adapter else request.replaced(adapter=adapter)
         if request.snapshot is not None:
             past = ConversationHistory.of(request.snapshot)
@@ -394,7 +401,8 @@ class Admission:
             raise InputError(why)
         # from here on the request holds token ids only, so that no later step applies the chat template again
         if prompt is not request.prompt:
-            request = request.replaced(prompt=prompt, messages=None, tools=())
+            noted = request.noted_messages or (*(past.messages if past else ()), *(request.messages or ()))
+            request = request.replaced(prompt=prompt, messages=None, tools=(), noted_messages=noted)
         # the budget is chosen at the end of the first prompt; a later turn keeps it
         if not past and request.guard is None and self._guard is not None:
             request = request.replaced(guard=self._guard)
@@ -501,25 +509,40 @@ class Admission:
         """
         self._layout(policy).check_pins(budget, pins)
 
+    def can_pin(self, pins: Spans, policy: str | Policy | None, budget: int | None, *, share: float) -> bool:
+        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them.
+
+        Raises:
+            KVKeepError: there is no such policy, or the budget is out of range.
+        """
+        settled = self.settle(policy, budget)
+        if not settled.policy.evicts or count(pins) > share * settled.budget:
+            return False
+        try:
+            self.check_pins(settled.policy, settled.budget, pins)
+        except BudgetError:
+            return False
+        return True
+
     def settle(
         self,
         policy: str | Policy | None,
         budget: int | None,
-        snapshot: Snapshot | None = None,
+        made: Fingerprint | None = None,
         adapter: str | None = None,
     ) -> Settled:
         """Resolve the policy, the budget and the adapter of a request or a session, and check them against its
         snapshot.
 
-        What is ``None`` comes from the snapshot, or else from the engine. An engine's adapter is none.
+        What is ``None`` comes from ``made``, the fingerprint of a memory that is continued, or else from the engine. An
+        engine's adapter is none.
 
         Raises:
-            KVKeepError: the budget is more than the engine's, the model has no such adapter, or the snapshot belongs to
+            KVKeepError: the budget is more than the engine's, the model has no such adapter, or the memory belongs to
                 another model, adapter, policy or setting.
         """
-        adapter = self.identity.adapter_of(adapter, None if snapshot is None else snapshot.fingerprint)
-        if snapshot is not None:
-            made = snapshot.fingerprint
+        adapter = self.identity.adapter_of(adapter, made)
+        if made is not None:
             policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
@@ -529,7 +552,7 @@ class Admission:
                 f"A budget of {number} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        if snapshot is not None:
+        if made is not None:
             made.check(self.fingerprint(found, number, adapter))
         return Settled(found, number, adapter)
 
@@ -619,6 +642,10 @@ class Admission:
                 self._layouts.clear()
             self._layouts[policy] = layout
         return self._layouts[policy]
+
+    def text_of(self, token_ids: GenericSequence[int]) -> str:
+        """Return the text of tokens without special ones and white space; empty without a tokenizer."""
+        return "".join(self._decode(token_ids, special=False).split()) if self._tokenizer else ""
 
     def _decode(self, token_ids: GenericSequence[int], *, special: bool) -> str:
         """Return the text of token ids, with special tokens only if ``special``."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvkeep.config import Config
 from kvkeep.engine.admission import Admission
+from kvkeep.engine.conversations import Conversations
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Guard, Uninterrupted
 from kvkeep.engine.host_copies import staging_for
 from kvkeep.engine.kv_blocks import keeps_states
@@ -28,7 +29,7 @@ from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.engine.session import Session, SessionHost, Sessions
-from kvkeep.engine.session_store import Parked, SessionStore
+from kvkeep.engine.session_store import Parked, SessionStore, joined
 from kvkeep.engine.swapping import MOST_HOST_ROWS, Swapper, hosted_memory
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
@@ -43,7 +44,8 @@ from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.prepare import prepare
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
-from kvkeep.pins import Span
+from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS, SYSTEM_SHARE
+from kvkeep.pins import Span, Spans
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
@@ -119,6 +121,11 @@ class Engine:
         session_memory: bytes of main memory for idle sessions. The least recently used ones beyond it are moved to
             ``session_dir``; by default there is no limit.
         session_dir: a folder for these, and for sessions with a name; one engine at a time uses it.
+        conversation_memory: bytes for the memories of requests with ``keep_as``, in main memory and files. The least
+            recently used ones beyond it are forgotten.
+        conversations: whether a prompt goes on from such a memory: ``auto`` (while nothing was evicted from it),
+            ``continue`` (always) or ``fresh`` (never; none is kept).
+        conversation_ttl: seconds after which such a memory is forgotten if nobody uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
         guard: of requests that have none, see `Request`.
 
@@ -149,6 +156,9 @@ class Engine:
         prefix_memory: int = 0,
         session_memory: int | None = None,
         session_dir: str | os.PathLike[str] | None = None,
+        conversation_memory: int = 0,
+        conversations: str = CONVERSATIONS.default,
+        conversation_ttl: float = CONVERSATION_TTL.default,
         graphs: bool | None = None,
         guard: float | None = None,
     ) -> None:
@@ -157,7 +167,8 @@ class Engine:
         prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         prepare(self.model)
-        check_split(self.model.config, host_rows=host_rows, session_dir=session_dir, graphs=graphs)
+        beyond = {"host_rows": host_rows, "session_dir": session_dir, "conversation_memory": conversation_memory}
+        check_split(self.model.config, **beyond, graphs=graphs)
         self.policy, self.budget = usable(policy), budget
         device = device_of(self.model)
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
@@ -178,8 +189,6 @@ class Engine:
         room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._host_rows}
         rules: dict[str, Any] = {"staging": staging, "chunk": prefill_chunk, "options": options, "guard": guard}
         self._admission = Admission(self.model, tokenizer, policy=self.policy, budget=budget, **room, **rules)
-        hashes = self._admission.weights_hash, self._admission.rule.key
-        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
         self._runner.check_adapters()  # only switches from now on end requests
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
@@ -193,6 +202,16 @@ class Engine:
         self._count, self._closed = 0, False
         self._use(self._admission.make_rows(self.policy))
         self._sessions = Sessions(SessionStore(session_memory, session_dir))
+        self._conversations = Conversations(
+            self._sessions,
+            self._session_host(),
+            most_bytes=conversation_memory,
+            mode=conversations,
+            ttl_s=conversation_ttl,
+            windows=lambda: self._kv.windows,
+        )
+        hashes = self._admission.weights_hash, self._admission.rule.key
+        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes, self._conversations.find)
 
     @classmethod
     def from_config(cls, source: Source, model: nn.Module | str | None = None, **options: Any) -> Engine:
@@ -393,7 +412,27 @@ class Engine:
     def session_names(self) -> list[str]:
         """Return the names of all sessions that are open, or on the disk in ``session_dir``."""
         with self._dispatcher.turn:
+            self._conversations.expire()
             return self._sessions.names
+
+    def can_pin(
+        self,
+        pins: Spans,
+        *,
+        policy: str | Policy | None = None,
+        budget: int | None = None,
+        share: float = SYSTEM_SHARE,
+    ) -> bool:
+        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them.
+
+        Raises:
+            KVKeepError: there is no such policy, or the budget is out of range.
+        """
+        return self._admission.can_pin(pins, policy, budget, share=share)
+
+    def has_session(self, name: str) -> bool:
+        """Return whether a session of this name is open. One that is only on the disk does not count."""
+        return self._sessions.is_open(name)
 
     def prefix(
         self,
@@ -676,11 +715,14 @@ class Engine:
             The write that the result must wait for; ``None`` if there is none.
         """
         pending = None
+        remember = None if sequence.request.keep_as is None else self._conversations.keep
+        keepers = [keep for keep in (sequence.keep, remember) if keep is not None]
         try:
             if sequence.row is not None:
                 self._measure(sequence, sequence.row)
-            if sequence.keep and sequence.row is not None:
-                pending = sequence.keep(sequence, self._kv.take(sequence.row))
+            if keepers and sequence.row is not None:
+                contents = self._kv.take(sequence.row)
+                pending = joined([keep(sequence, contents) for keep in keepers])
         except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))
         self._free(sequence)

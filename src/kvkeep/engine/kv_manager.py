@@ -36,11 +36,13 @@ class Owner(NamedTuple):
 
     Attributes:
         policy: the eviction policy.
-        pinned: whether the row has pins. A kernel for whole steps knows nothing of them.
+        pinned: whether the row has pins. A kernel for whole steps knows only of first positions.
+        lead: how many first positions it pins, if it pins nothing else; otherwise 0.
     """
 
     policy: Policy
     pinned: bool = False
+    lead: int = 0
 
 
 class Segment(NamedTuple):
@@ -179,6 +181,11 @@ class KVManager:
         if count:
             self._layers_of(self.policy)  # now, so that the first request does not wait for them
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the sliding window of each layer with slots; ``None`` for full attention."""
+        return tuple(self._windows.values())
+
     def takes(self, policy: Policy) -> bool:
         """Return whether a sequence under this policy may have a row beside the rows of other policies."""
         if policy == self.policy:
@@ -222,7 +229,8 @@ class KVManager:
         policy = self.policy if policy is None else policy
         held = contents.layers[0].pins if contents is not None and contents.layers else ()
         pins = spans((*held, *pins))
-        self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
+        lead = pins[0][1] if policy.evicts and len(pins) == 1 and pins[0][0] == 0 else 0
+        self._owners[row] = Owner(policy, bool(pins) and policy.evicts, lead)
         self._own[row] = self._new_own(policy)
         self._blocks.begin(row, policy, sequence)
         self._blocks.limit(row, self.numbers(policy, budget))
@@ -381,8 +389,9 @@ class KVManager:
         policy = segment.owner.policy
         block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
         if not segment.owner.pinned:
-            # fused and recorded steps know nothing of pins, so rows without any show none
+            # fused and recorded steps know nothing of most pins, so rows without any show none
             block.pins = None
+        block.lead = segment.owner.lead
         layer = self._layers_of(policy)[index].over(block, columns=columns, before=before, together=shared)
         if watch is not None:
             layer.policy = watch(index, segment, layer.policy)

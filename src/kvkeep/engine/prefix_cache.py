@@ -44,6 +44,7 @@ class PrefixCache:
         chunk: tokens of a chunk; ``None`` if prompts are read whole, and have no borders.
         weights: returns a hash of the model's weights as they are now, with an adapter.
         length_key: returns a value that is equal for prompts of two lengths if their beginnings may be shared.
+        recall: returns an earlier chat's memory with which a prompt begins, if it has more tokens than the number.
 
     Attributes:
         held_bytes: bytes of all memories.
@@ -55,10 +56,12 @@ class PrefixCache:
         chunk: int | None,
         weights: Callable[[str | None], str],
         length_key: Callable[[int], Hashable] = lambda n: None,
+        recall: Callable[[Sequence, int], Contents | None] = lambda sequence, tokens: None,
     ) -> None:
         self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
         self._weights, self._length_key = weights, length_key
         self._found: OrderedDict[Hashable, Contents] = OrderedDict()
+        self._recall = recall
         self.held_bytes = 0
 
     def __len__(self) -> int:
@@ -68,8 +71,13 @@ class PrefixCache:
         """Return the memory of the longest stored prefix of a prompt, shorter than the prompt; ``None`` if no prefix is
         stored.
 
-        The memory counts as used.
+        The memory counts as used. An earlier chat's is taken if it is longer than those of common beginnings.
         """
+        border = self._border(sequence)
+        return self._recall(sequence, 0 if border is None else border.seen) or border
+
+    def _border(self, sequence: Sequence) -> Contents | None:
+        """Return the longest memory at a border of chunks with which a prompt begins; ``None`` if there is none."""
         if not self._found:
             return None
         # at least one token must be left to read, since the first answer token needs its logits
@@ -90,6 +98,7 @@ class PrefixCache:
             not self._most_bytes
             or sequence.row is None
             or sequence.load
+            or sequence.recalled
             or sequence.token_ids
             or sequence.fed % self._chunk
         ):
@@ -159,6 +168,6 @@ def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | Non
 
     ``None`` if there is none, or if log-probabilities of the prompt are asked for.
     """
-    if sequence.load:
-        return sequence.load()
+    if sequence.load and (contents := sequence.load()) is not None:
+        return contents
     return None if sequence.scored else prefixes.find(sequence)

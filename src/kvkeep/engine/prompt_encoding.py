@@ -18,7 +18,7 @@ from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
 from kvkeep.models.tokenization import Opening, opened, opening_of
 from kvkeep.pins import Spans
 from kvkeep.snapshot.contents import Contents
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot, SnapshotAbout
 
 _LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
 
@@ -34,6 +34,7 @@ class ConversationHistory:
         opening: set while they end inside of the user's first message, see `kvkeep.models.tokenization`.
         pins: the spans that its memory holds pinned.
         budgets: the budget of its memory in each layer; a tuple where heads have their own.
+        shortest: the fewest tokens to which its memory can be cut back; ``None``: not at all, or not known.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))
@@ -42,6 +43,7 @@ class ConversationHistory:
     opening: Opening | None = None
     pins: Spans = ()
     budgets: tuple[int | tuple[int, ...], ...] = ()
+    shortest: int | None = None
 
     def held_in(self, contents: Contents) -> ConversationHistory:
         """Return the same history, with the pins and budgets found in these contents."""
@@ -60,16 +62,38 @@ class ConversationHistory:
                 "The snapshot does not say which tokens it stands for, and the engine counts them. Give their ids when "
                 "you take it: cache.snapshot(row, tokens=ids)."
             )
-        ids, note = array("i", snapshot.tokens.tolist()), snapshot.note
+        return cls._noted(snapshot.tokens, snapshot.note).held_in(snapshot.contents)
+
+    @classmethod
+    def described(cls, about: SnapshotAbout) -> ConversationHistory:
+        """Return the history of a snapshot's file, from its description.
+
+        Raises:
+            SnapshotError: see `of`.
+        """
+        if about.tokens is None:
+            raise SnapshotError("The file does not say which tokens it stands for.")
+        return replace(cls._noted(about.tokens, about.note), pins=about.pins, budgets=about.budgets)
+
+    @classmethod
+    def _noted(cls, tokens: torch.Tensor, note: Mapping[str, Any]) -> ConversationHistory:
+        """Return the history of these tokens, with the messages that a session has noted.
+
+        Raises:
+            SnapshotError: the note was not written by a session.
+        """
+        ids = array("i", tokens.tolist())
         try:
             pending = tuple(whole_within("pending", token, 0, _LARGEST) for token in note.get("pending", ()))
             messages = conversation(note["messages"]) if note.get("messages") else ()
             opening = opening_of(note["opening"]) if note.get("opening") is not None else None
+            shortest = note.get("shortest")
+            shortest = None if shortest is None else whole_within("shortest", shortest, 0, len(ids))
         except (InputError, TypeError, AttributeError) as error:
             raise SnapshotError(
                 "The snapshot's note is none that a session writes. Take the snapshot again."
             ) from error
-        return cls(ids, pending, messages, opening).held_in(snapshot.contents)
+        return cls(ids, pending, messages, opening, shortest=shortest)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -80,6 +104,7 @@ class ConversationHistory:
     def note(self) -> dict[str, Any]:
         """Return pending tokens, messages and opening as a mapping for a snapshot's note."""
         found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
+        found |= {} if self.shortest is None else {"shortest": self.shortest}
         return found if self.opening is None else {**found, "opening": asdict(self.opening)}
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,6 +109,28 @@ def stop_ids(found: object) -> tuple[int, ...]:
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
         raise InputError(f"stop_token_ids={found!r:.60} is no list of token ids.")
     return tuple(sorted({whole_within("stop_token_ids", token, 0, 2**31 - 1) for token in found}))
+
+
+_LONGEST_NAME = 200
+"""Bytes of a session's name; file systems take 255 with what is added."""
+
+
+def check_name(name: object) -> str:
+    """Return a session's name, after checking that it can be a file name.
+
+    Raises:
+        InputError: the name cannot be the name of a file.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
+    if any(character in '/\\<>:"|?*' or not character.isprintable() for character in name) or name.startswith("."):
+        raise InputError(
+            f"name={name!r:.80} cannot be the name of a session's file: give letters, digits, spaces, - and _, no path "
+            "separators and no dot in front."
+        )
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise InputError(f"name={name!r:.40}… is longer than {_LONGEST_NAME} bytes; give a shorter name.")
+    return name
 
 
 def variables(given: object) -> Mapping[str, Any]:
@@ -306,6 +329,11 @@ class Request:
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
         snapshot: the memory that the prompt continues. Policy, budget and adapter are then by default the snapshot's.
         adapter: the name of an adapter that `kvkeep.load` has put into the model; by default the base model runs.
+        cache_salt: a word; only requests with the same one share beginnings of prompts and memories of conversations.
+        owner: whose conversation it is, in an engine with ``conversation_memory``. The prompt goes on from the memory
+            of an earlier one of the same owner, if it begins with its tokens; ``""``: from none.
+        keep_as: the name of the session that keeps the memory at the end, for later requests of the owner.
+        noted_messages: the messages that the prompt's token ids stand for, as that session notes them.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -336,6 +364,10 @@ class Request:
     guard: float | None = None
     snapshot: Snapshot | None = None
     adapter: str | None = None
+    cache_salt: str | None = None
+    owner: str = ""
+    keep_as: str | None = None
+    noted_messages: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -369,7 +401,12 @@ class Request:
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
-        for name, kind, what in (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter")):
+        if not isinstance(self.owner, str):
+            raise InputError(f"owner={self.owner!r:.80} is no text.")
+        kinds = (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter"))
+        if self.keep_as is not None:
+            check_name(self.keep_as)
+        for name, kind, what in (*kinds, ("cache_salt", str, "text")):
             if (given := getattr(self, name)) is not None and not isinstance(given, kind):
                 raise InputError(f"{name}={given!r:.80} is no {what}.")
 

@@ -29,7 +29,7 @@ _FREE = {
     *("prompt", "messages", "raw", "chat", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "snapshot"),
+    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -132,6 +132,7 @@ class Sequence:
         reads: whether it ends as soon as its prompt has been read.
         cached: tokens of the prompt that the model need not read, because their memory was there.
         borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
+        recalled: whether it goes on from the memory of an earlier chat.
         load: returns the memory that its row begins with; ``None`` for an empty row.
         held: tokens of the prompt for which the memory stands that it continues.
         held_pins: the spans that are pinned there.
@@ -169,6 +170,7 @@ class Sequence:
     reads: bool = False
     cached: int = 0
     borders: list[bytes] | None = None
+    recalled: bool = False
     load: Callable[[], Contents | None] | None = None
     held: int = 0
     held_pins: Spans = ()

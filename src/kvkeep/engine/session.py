@@ -7,20 +7,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
-from kvkeep.engine.admission import Admission, Settled
+from kvkeep.engine.admission import Admission, Settled, made_of
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
-from kvkeep.engine.request import Asked, Event, Request, Result, last_result, turn_of
+from kvkeep.engine.request import Asked, Event, Request, Result, check_name, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
 from kvkeep.engine.sequence import Sequence
-from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot, check_name
+from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.fingerprint import Fingerprint
-from kvkeep.snapshot.snapshot import Pending, Snapshot
+from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class SessionMemory:
         settled: its policy, budget and adapter.
         sequence: its identity for drawn tokens.
         name: by which the engine finds it again, or ``None``.
+        note: more that is noted in its snapshots.
 
     Attributes:
         state: the session after its last finished turn.
@@ -80,10 +83,11 @@ class SessionMemory:
         *,
         sequence: int,
         name: str | None,
+        note: Mapping[str, Any],
     ) -> None:
         self.state, self.messages = state, tuple[Mapping[str, str], ...]()
         self._admission, self._store, self._settled = admission, store, settled
-        self._sequence, self._name = sequence, name
+        self._sequence, self._name, self._note = sequence, name, note
         self._fingerprint: (
             Fingerprint  # of the turn that runs, as it was at its beginning; `load` sets it before `keep` reads it
         )
@@ -114,11 +118,19 @@ class SessionMemory:
             SnapshotError: the memory does not belong to the model as it is now, or its file cannot be read any more.
         """
         self._fingerprint = self._admission.fingerprint(*self._settled)
+        return self.contents()
+
+    def contents(self) -> Contents | None:
+        """Return the memory after the last finished turn; ``None`` if the session has none yet.
+
+        Raises:
+            SnapshotError: see `load`.
+        """
         if (kept := self.state.kept) is None:
             return None
         snapshot = self._store.load(kept)
         # the model's weights may have changed since the last turn
-        snapshot.fingerprint.check(self._fingerprint)
+        snapshot.fingerprint.check(self._admission.fingerprint(*self._settled))
         return snapshot.contents
 
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
@@ -135,24 +147,32 @@ class SessionMemory:
         past = ConversationHistory(ids[:n], tuple(ids[n:]), answered if self.messages else ()).held_in(contents)
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 
-    def go_on(self, past: ConversationHistory, snapshot: Snapshot) -> Pending | None:
+    def go_on(self, past: ConversationHistory, snapshot: Snapshot, *, written: bool = False) -> Pending | None:
         """Replace the session's memory and history. Without room for the new memory, the session stays as it was.
 
         Return the write that must end first; ``None`` if the replacement is done.
 
+        Args:
+            past: what the new memory stands for.
+            snapshot: the new memory.
+            written: whether a memory with a name is written to the folder, if there is one, before it counts.
+
         Raises:
             SnapshotError: see `SessionStore.settle`.
         """
-        snapshot = replace(snapshot, note={**past.note, "sequence": self._sequence})
+        snapshot = replace(snapshot, note={**past.note, **self._note, "sequence": self._sequence})
         kept, move = self._store.keep(snapshot, self._name, instead=self.state.kept)
+        own = self._store.write(kept) if written and self._name is not None else None
 
         def finish() -> None:
             self._store.settle(move)
+            if own is not None:
+                self._store.wrote(own)
             self._store.adopt(kept, instead=self.state.kept)
             self.state = State(past, kept)
 
-        if move is not None:
-            return Pending(move.writing, finish)
+        if (last := own or move) is not None:  # writes end in their order
+            return Pending(last.writing, finish)
         finish()
         return None
 
@@ -197,11 +217,12 @@ class Session:
         *,
         sequence: int = 0,
         name: str | None = None,
+        note: Mapping[str, Any] = MappingProxyType({}),
         on_close: Callable[[Session], None] | None = None,
     ) -> None:
         self.name, self.sequence, (self.policy, self.budget, self.adapter) = name, sequence, settled
         self._host, self._store, self._on_close = host, store, on_close
-        self._memory = SessionMemory(host.admission, store, state, settled, sequence=sequence, name=name)
+        self._memory = SessionMemory(host.admission, store, state, settled, sequence=sequence, name=name, note=note)
         self._running: Sequence | None = None
         self._queue: deque[Sequence] = deque()
         self._forks, self._closed = 0, False
@@ -226,6 +247,21 @@ class Session:
     def running(self) -> bool:
         """Return whether a turn runs or waits."""
         return self._running is not None
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the session was closed."""
+        return self._closed
+
+    @property
+    def history(self) -> ConversationHistory:
+        """Return the tokens and messages to the end of the last finished turn."""
+        return self._state.past
+
+    @property
+    def memory(self) -> SessionMemory:
+        """Return the memory between turns. Whoever uses it has the engine's turn."""
+        return self._memory
 
     @property
     def _state(self) -> State:
@@ -321,7 +357,7 @@ class Session:
             self._check_open()
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
-            self._host.admission.settle(self.policy, self.budget, snapshot, self.adapter)
+            self._host.admission.settle(self.policy, self.budget, snapshot.fingerprint, self.adapter)
             if (pending := self._memory.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
                 pending.finish()
 
@@ -393,10 +429,20 @@ class Session:
                 self.save()  # of a turn that came in between
             elif self.name is not None:
                 self._store.remove(self.name)
-            self._store.give_up(self._state.kept)
-            self._closed, self._memory.state = True, State(ConversationHistory())
-            if self._on_close is not None:
-                self._on_close(self)
+            self._give_up()
+
+    def discard(self) -> None:
+        """Give up an idle session and its file at once. Whoever calls it has the engine's turn."""
+        if self.name is not None:
+            self._store.remove(self.name)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Close the session without its memory."""
+        self._store.give_up(self._state.kept)
+        self._closed, self._memory.state = True, State(ConversationHistory())
+        if self._on_close is not None:
+            self._on_close(self)
 
     def __enter__(self) -> Session:
         return self
@@ -614,8 +660,33 @@ class Sessions:
         if kept is not None:
             snapshot = self._store.load(kept)
             seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        settled = host.admission.settle(policy, budget, snapshot, adapter)
+        settled = host.admission.settle(policy, budget, made_of(snapshot), adapter)
         return self._made(host, name, settled, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
+
+    def is_open(self, name: str) -> bool:
+        """Return whether a session of this name is open."""
+        return name in self._named
+
+    def add(
+        self, host: SessionHost, name: str, settled: Settled, state: State, *, seed: int, note: Mapping[str, Any]
+    ) -> Session:
+        """Return a new session with a name that is free.
+
+        Args:
+            host: what it needs of the engine.
+            name: its name.
+            settled: its policy, budget and adapter.
+            state: its memory, if it has one.
+            seed: identity for drawn tokens.
+            note: more that is noted in its snapshots.
+        """
+        session = Session(host, self._store, state, settled, sequence=seed, name=name, note=note, on_close=self.leave)
+        self._named[name] = session
+        return session
+
+    def described(self) -> Iterator[tuple[StoredSnapshot, SnapshotAbout]]:
+        """Yield the saved sessions that are not open, with what their files say of them, oldest first."""
+        return ((kept, about) for kept, about in self._store.described() if kept.name not in self._named)
 
     def write(self) -> None:
         """Write the memories of all named sessions to the disk.

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.device import reason_of
 from kvkeep.pins import Spans
 from kvkeep.result_files import Lock, in_full, sync_folder
-from kvkeep.snapshot.snapshot import Pending, Snapshot, Writing, check_target, not_saved
+from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout, Writing, check_target, not_saved
 
 # The folder of an engine's idle sessions: a file for each memory, whole or not there at all.
 
@@ -118,10 +118,6 @@ def remove(path: Path) -> None:
     """Remove a file. Do nothing if it is missing or cannot be removed."""
     with suppress(OSError):  # also where it cannot be removed: nobody reads it any more
         path.unlink()
-
-
-_LONGEST = 200
-"""Bytes of a name; file systems take 255 with what is added."""
 
 
 @dataclass(eq=False)
@@ -256,6 +252,20 @@ class SessionStore:
             return None
         return StoredSnapshot(name, Snapshot.load(path).nbytes, path=path, current=True)
 
+    def described(self) -> Iterator[tuple[StoredSnapshot, SnapshotAbout]]:
+        """Yield each file of a named session with its description, least recently written first.
+
+        Files that cannot be read are left out.
+        """
+        found: list[tuple[StoredSnapshot, SnapshotAbout]] = []
+        for name in [] if self.folder is None else self.folder.names():
+            assert self.folder is not None
+            path = self.folder.path_of(name)
+            with suppress(SnapshotError):  # whoever opens it is told
+                about = SnapshotAbout.read(path)
+                found.append((StoredSnapshot(name, about.nbytes, path=path, current=True), about))
+        yield from sorted(found, key=lambda pair: pair[1].written)
+
     def load(self, kept: StoredSnapshot) -> Snapshot:
         """Return the snapshot of a memory, from its file if need be. The memory counts as used.
 
@@ -368,22 +378,24 @@ class SessionStore:
         kept.path = path
 
 
-def check_name(name: object) -> str:
-    """Return a session's name, after checking that it can be a file name.
+def joined(pending: Iterable[Pending | None]) -> Pending | None:
+    """Return the ends of several memories of one turn as one; ``None`` if none has to wait.
 
-    Raises:
-        InputError: the name cannot be the name of a file.
+    Their writes end in the order in which they began, so the last one is waited for.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
-    if any(character in '/\\<>:"|?*' or not character.isprintable() for character in name) or name.startswith("."):
-        raise InputError(
-            f"name={name!r:.80} cannot be the name of a session's file: give letters, digits, spaces, - and _, no path "
-            "separators and no dot in front."
-        )
-    if len(os.fsencode(name)) > _LONGEST:
-        raise InputError(f"name={name!r:.40}… is longer than {_LONGEST} bytes; give a shorter name.")
-    return name
+    found = [end for end in pending if end is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+
+    def finish() -> None:
+        for end in found:
+            end.finish()
+
+    def cancel() -> None:
+        for end in found:
+            end.cancel()
+
+    return Pending(found[-1].writing, finish, cancel)
 
 
 # Turns that have all of their tokens, while their memories are on their way to the disk.
@@ -411,7 +423,8 @@ class Parked:
 
     def drop(self, number: int) -> None:
         """Remove a cancelled turn. Its session keeps the memory from before it."""
-        self.turns.pop(number, None)
+        if (turn := self.turns.pop(number, None)) is not None:
+            turn[2].cancel()
 
     def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
         """Yield the turns whose memories are on the disk, the oldest first, each with its last event.

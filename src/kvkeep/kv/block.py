@@ -96,6 +96,7 @@ class Block:
         lost: attention mass of each head, see `kvkeep.kv.lost_mass`.
         budget: slots that may stay occupied, one number or one per row.
         pins: bounds of each row's pinned spans, see `kvkeep.kv.ranking.pinned`; ``None`` if no row has any.
+        lead: how many first positions each row pins, if it pins nothing else; 0: rows may have other pins, or none.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
@@ -111,6 +112,7 @@ class Block:
     lost: Float[Tensor, "B Hk 4"]
     budget: Budget
     pins: Int[Tensor, "B bounds"] | None
+    lead: int = 0
 
     def __init__(  # noqa: PLR0913  a block is told everything at once
         self,

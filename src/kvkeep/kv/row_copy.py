@@ -66,10 +66,52 @@ class RowCopy:
         """Return the bytes of the copy."""
         return bytes_of((*self.tensors.values(), self.positions))
 
+    def shortest(self, window: int | None) -> int | None:
+        """Return the fewest tokens to which `cut_back` can bring the row; ``None`` if some token was evicted.
+
+        State that a policy keeps for a head as a whole depends on all tokens seen, so it allows no fewer.
+
+        Args:
+            window: sliding window of the layer. Tokens that it has passed do not count as evicted.
+        """
+        oldest = 0 if window is None else max(0, self.seen - window + 1)
+        held = (self.positions >= oldest).sum(dim=1)
+        if bool((held < self.seen - oldest).any()):
+            return None
+        if any(name.startswith("state.") and name not in self.cut for name in self.tensors):
+            return self.seen
+        whole = bool(((self.positions >= 0).sum(dim=1) == self.seen).all())
+        return 0 if whole or window is None else self.seen
+
+    def cut_back(self, tokens: int) -> RowCopy:
+        """Return the row without the tokens behind the first ones, which lie in the order of their positions.
+
+        Scores of the policy keep what later tokens have added to them.
+
+        Args:
+            tokens: how many stay; `shortest` or more.
+        """
+        if tokens == self.seen:
+            return self
+        places = self.positions.masked_fill((self.positions < 0) | (self.positions >= tokens), spans.LAST)
+        ordered, order = places.sort(dim=1)
+        used = int((ordered[0] < spans.LAST).sum())
+        order = order[:, :used]
+        tensors = {name: x[_heads_of(order), order] if name in self.cut else x for name, x in self.tensors.items()}
+        tensors["seen"] = torch.full_like(self.tensors["seen"], tokens)
+        tensors["prompt"] = self.tensors["prompt"].clamp(max=tokens)
+        pins = spans.within(self.pins, tokens)
+        return replace(self, tensors=tensors, positions=ordered[:, :used], pins=pins, pack=None)
+
     def to(self, device: torch.device | str) -> RowCopy:
         """Return the same row on a device, without its pack. Tensors that are on the device already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
+
+
+def _heads_of(order: Int[Tensor, "Hk used"]) -> Int[Tensor, "Hk 1"]:
+    """Return the number of each head, as an index that goes with one of slots."""
+    return torch.arange(len(order), device=order.device)[:, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -371,36 +372,76 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset()
 
 
-# The tokens of system messages within a conversation, found through the chat template and the tokenizer's offsets.
+# The tokens of single messages within a conversation, found through the chat template and the tokenizer's offsets.
 
 
 def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Spans:
     """Return the positions of the tokens that hold the text of system messages, as spans.
-
-    The template is filled in once more with a mark in the place of each such message; the text before and after the
-    mark shows where the message stands.
 
     Args:
         checkpoint: the model and its tokenizer.
         prompt: a conversation; a text or token ids have no system message.
 
     Raises:
-        InputError: the template fails, or does not show a system message in one piece; or the tokenizer does not tell
-            where its tokens stand.
+        InputError: see `message_spans`.
     """
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return ()
     messages = cast(Sequence[Mapping[str, str]], prompt)
-    places = [i for i, message in enumerate(messages) if message["role"] in _SYSTEM]
+    return message_spans(checkpoint, messages, system_places(messages))
+
+
+def system_places(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the indexes of the system messages of a conversation."""
+    return [i for i, message in enumerate(messages) if message["role"] in _SYSTEM]
+
+
+def message_spans(
+    checkpoint: Checkpoint,
+    messages: Sequence[Mapping[str, Any]],
+    places: Collection[int],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> Spans:
+    """Return the spans of a conversation's tokens that hold the text of some of its messages.
+
+    The template is filled in once more with a mark in the place of each such message; the text before and after the
+    mark shows where the message stands.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        messages: the conversation.
+        places: the indexes of the messages.
+        tools: functions of which the template tells the model.
+        variables: more variables of the template.
+
+    Raises:
+        InputError: the template fails, or does not show a message in one piece; or the tokenizer does not tell where
+            its tokens stand.
+    """
     if not places:
         return ()
-    text = fill(checkpoint.tokenizer, messages)
+    show = partial(fill, checkpoint.tokenizer, tools=tools, variables=variables)
+    text = show(messages)
     offsets = _offsets(checkpoint, text)
-    return spans([_tokens(offsets, _place(checkpoint, text, messages, i)) for i in places])
+    return spans([_tokens(offsets, _place(checkpoint, show, text, messages, i)) for i in places])
 
 
-def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, str]], place: int) -> Span:
-    """Return where the text of one message begins and ends in a rendered conversation, in characters.
+def _place(
+    checkpoint: Checkpoint,
+    show: Callable[[Sequence[Mapping[str, Any]]], str],
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    place: int,
+) -> Span:
+    """Return the first and the last character of one message in a conversation's text.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        show: fills the template in.
+        text: what it makes of the conversation.
+        messages: the conversation.
+        place: the index of the message.
 
     Raises:
         InputError: the template does not show the message in one piece.
@@ -409,14 +450,16 @@ def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, st
     while any(mark in message["content"] for message in messages):  # the place of the mark must be the message's
         mark += "x"
     marked = [{**message, "content": mark} if i == place else dict(message) for i, message in enumerate(messages)]
-    before, found, after = fill(checkpoint.tokenizer, marked).partition(mark)
+    before, found, after = show(marked).partition(mark)
     stop = len(text) - len(after)
     # a template may repeat the message, change it, or let it change what stands around it
     whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
     special = special_tokens_of(checkpoint.tokenizer)
-    if not whole or text[len(before) : stop].strip() != special.quote(messages[place]["content"]).strip():
+    role, content = messages[place]["role"], messages[place]["content"]
+    told = content if role == "assistant" else special.quote(content)
+    if not whole or text[len(before) : stop].strip() != told.strip():
         raise InputError(
-            f"The chat template of {checkpoint.name} does not show the system message in one piece, so its tokens "
+            f"The chat template of {checkpoint.name} does not show the {role} message in one piece, so its tokens "
             "cannot be pinned."
         )
     read = special.renamed if special.is_quoted(text) else str
@@ -433,7 +476,7 @@ def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
         found = special_tokens_of(checkpoint.tokenizer).offsets(checkpoint.tokenizer, text)
     if not found:
         raise InputError(
-            f"The tokenizer of {checkpoint.name} does not tell which characters its tokens hold, so a system message's "
+            f"The tokenizer of {checkpoint.name} does not tell which characters its tokens hold, so a message's "
             "tokens cannot be pinned. It needs a tokenizer.json."
         )
     return [(int(start), int(stop)) for start, stop in found]

@@ -236,7 +236,7 @@ def application(
     engines = deployment(replicas, resources={"num_cpus": 1, **(resources or {})}).bind(
         ReplicaRecipe(model=ModelRecipe(model=model, dtype=dtype, device=device), settings=own, engine=engine)
     )
-    prefixes = bool(engine.get("prefix_memory"))
+    prefixes = shares_beginnings(engine)
 
     def build() -> Any:
         return _door(own, prefixes=prefixes)
@@ -245,6 +245,12 @@ def application(
         name=DOOR, num_replicas=1, max_ongoing_requests=_MOST_AT_ONCE, ray_actor_options={"num_cpus": 0}
     )
     return door.bind(engines)
+
+
+def shares_beginnings(engine: Mapping[str, Any]) -> bool:
+    """Return whether replicas with these options of the engine keep beginnings of prompts, or conversations."""
+    chats = bool(engine.get("conversation_memory")) and engine.get("conversations") != "fresh"
+    return bool(engine.get("prefix_memory")) or chats
 
 
 def deployment(

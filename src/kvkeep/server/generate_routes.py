@@ -217,13 +217,13 @@ class GenerateRoutes:
         body = await body_of(request, ChatBody, self._settings)
         self._settings.adapter_of(body.model)
         if (name := body.session_id) is None:
-            parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings))
+            owner = owner_of(request)
+            parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings, owner))
             note_ignored(request, parsed.parameters.unread(self._served.reads))
             return await self._answer(request, body, parsed)
         sessions, owner, until = self._sessions, owner_of(request), request.state.ended
         entry = await in_thread(lambda: sessions.find(owner, name, until))
-        before, adapter = len(entry.session.token_ids), entry.session.adapter
-        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before, adapter=adapter))
+        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, session=entry.session))
         note_ignored(request, parsed.parameters.unread(self._served.reads))
         streams = [entry.session.asend(parsed.requests[0])]
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))

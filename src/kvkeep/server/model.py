@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,12 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import fill, reads
+from kvkeep.models.chat_templates import fill, message_spans, reads, system_places
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
+from kvkeep.pins import Spans, from_start
+from kvkeep.policies.base import Policy
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,42 @@ class ServedModel:
         chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **how)[0].tolist()
         return chat
 
+    def message_pins(
+        self,
+        prompt: Prompt,
+        places: Collection[int] | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> Spans:
+        """Return the spans of a conversation's tokens that hold some of its messages.
+
+        Args:
+            prompt: messages; a text or token ids have no spans.
+            places: indexes of the messages; ``None``: the system's.
+            tools: functions of which the chat template tells the model.
+            template: more arguments of `kvkeep.models.tokenization.encode_chat`.
+
+        Raises:
+            InputError: see `kvkeep.models.chat_templates.message_spans`; or there is no such message.
+        """
+        messages = [] if isinstance(prompt, str) else [message for message in prompt if isinstance(message, dict)]
+        chosen = system_places(messages) if places is None else sorted({_place(place, messages) for place in places})
+        given = dict(template or {})
+        if not chosen or self.checkpoint.tokenizer.chat_template is None:
+            return ()
+        if given.pop("add_special_tokens", False):
+            raise InputError("add_special_tokens moves the tokens of messages, so these cannot be pinned by index.")
+        variables = {**given.pop("chat_template_kwargs", {}), **given}
+        if variables.pop("continue_final_message", False):
+            variables["add_generation_prompt"] = False
+        found = message_spans(self.checkpoint, messages, chosen, tools, variables)
+        return from_start(found) if chosen[0] == 0 else found
+
+    def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
+        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
+        return self.engine.can_pin(pins, policy=policy, budget=budget, share=share)
+
     def reads(self, variable: str) -> bool:
         """Return whether the chat template reads a variable."""
         return reads(self.checkpoint.tokenizer, variable)
@@ -135,6 +173,17 @@ class ServedModel:
     def token_texts(self) -> TokenTexts:
         """Return the decoder of single tokens."""
         return TokenTexts(self.checkpoint.tokenizer)
+
+
+def _place(place: int, messages: Sequence[object]) -> int:
+    """Return the index of a message, counted from the beginning.
+
+    Raises:
+        InputError: there is no such message.
+    """
+    if not -len(messages) <= place < len(messages):
+        raise InputError(f"There is no message {place} to pin: the conversation has {len(messages)}.")
+    return place % len(messages)
 
 
 # Which form of calls a model uses, found by a look at what its chat template writes.

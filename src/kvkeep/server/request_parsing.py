@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from kvkeep import budget as budgets
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Request, check_name
 from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai import requests as openai
 from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
-from kvkeep.parameters import TRUNCATE_PROMPT_TOKENS
-from kvkeep.pins import spans
-from kvkeep.server.schemas import CompletionBody, Generating, check_policy
-from kvkeep.server.settings import ServerSettings
+from kvkeep.parameters import SYSTEM_SHARE, TRUNCATE_PROMPT_TOKENS
+from kvkeep.pins import Spans, spans, within
+from kvkeep.policies.base import Policy
+from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, check_policy
+from kvkeep.server.settings import CONVERSATION, ServerSettings, full_name
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _APART = 2**40
@@ -46,6 +51,19 @@ class BodyEncoder(Protocol):
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt."""
+
+    def message_pins(
+        self,
+        prompt: Prompt,
+        places: Collection[int] | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> Spans:
+        """Return the spans of a conversation's tokens that hold some of its messages; ``None``: the system's."""
+
+    def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
+        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +97,18 @@ class ParsedRequest:
         return "logprobs" in self.parameters.options
 
 
-def parse_request(url: str, body: Generating, served: BodyEncoder, settings: ServerSettings) -> ParsedRequest:
+def parse_request(
+    url: str, body: Generating, served: BodyEncoder, settings: ServerSettings, owner: str = ""
+) -> ParsedRequest:
     """Parse the body of a chat or a completion into requests to the engine. Tokenizing takes time, so call it in a
     thread.
+
+    Args:
+        url: the route.
+        body: the body.
+        served: encodes prompts.
+        settings: of the server.
+        owner: whose conversation a chat is; ``""``: nobody's.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
@@ -101,32 +128,66 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
     made: list[Request] = []
     for ids in prompts:
         wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw, "adapter": adapter}
+        wishes["pins"] = message_pins(parameters, body, served, settings, {"policy": body.policy, **wishes}, len(ids))
+        wishes["cache_salt"] = digest(body.cache_salt) or None
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
         # each text of a prompt is drawn with random numbers of its own
         made += [
-            make_request(parameters, fitting, {**wishes, "sequence": index * _APART}) for index in range(parameters.n)
+            make_request(
+                parameters,
+                fitting,
+                {**wishes, **({} if raw else kept_by(owner, body.user, parameters)), "sequence": index * _APART},
+            )
+            for index in range(parameters.n)
         ]
     return ParsedRequest(parameters, tuple(made), prompts, echo=echo, scores_only=scores_only, adapter=adapter)
 
 
-def parse_turn(
-    body: Generating, served: BodyEncoder, settings: ServerSettings, *, before: int, adapter: str | None
-) -> ParsedRequest:
+def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, Any]:
+    """Return the options of a chat's request whose memory is kept, so that the next turn goes on from it.
+
+    Args:
+        owner: the owner of the key; ``""``: nothing is kept.
+        user: of those behind the key.
+        parameters: the parameters of its body.
+    """
+    if (name := conversation_name(owner)) is None:
+        return {}
+    (messages,) = parameters.prompts
+    noted = () if isinstance(messages, str) or parameters.template.get("continue_final_message") else messages
+    return {"owner": f"{owner}/{digest(user)}", "keep_as": name, "noted_messages": noted}
+
+
+def conversation_name(owner: str) -> str | None:
+    """Return a new name for the session that keeps a chat of an owner; ``None`` if no session can have such a name."""
+    name = full_name(owner, f"{CONVERSATION}{secrets.token_hex(12)}")
+    try:
+        return check_name(name) if owner else None
+    except InputError:  # an owner whose name is none of a file
+        return None
+
+
+def digest(word: str | None) -> str:
+    """Return a hash of a client's word, which may be long or a secret; an empty text for none."""
+    return hashlib.sha256(word.encode("utf-8", "surrogatepass")).hexdigest()[:32] if word else ""
+
+
+def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, *, session: Session) -> ParsedRequest:
     """Parse the body of a chat into the next turn of a session.
 
     Args:
         body: the body.
         served: counts the tokens of the messages.
         settings: of the server.
-        before: tokens of the conversation so far.
-        adapter: the session's.
+        session: the conversation so far.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or belongs to the session and not to a turn.
         RefusalError: no such model runs, or the session has another adapter.
     """
+    before, adapter = len(session.token_ids), session.adapter
     settings.check_adapter(body.model, adapter)
     parameters, *_ = _read(CHAT, body, served, tells=not before)
     if parameters.n != 1:
@@ -140,6 +201,11 @@ def parse_turn(
     if whole:
         raise ParameterError(min(whole), "belongs to a whole conversation, and a session has its beginning already")
     wishes = {**own_options(body, ()), **_conversation(parameters)}
+    if not before:  # the first turn is a whole conversation, whose messages have known places
+        own = {"policy": session.policy, "budget": session.budget, "pins": wishes.get("pins", ())}
+        wishes["pins"] = message_pins(parameters, body, served, settings, own)
+    elif isinstance(body, ChatBody) and body.pin_messages:
+        raise ParameterError("pin_messages", "counts the messages of a whole conversation; give it in the first turn")
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
     return ParsedRequest(parameters, (make_request(parameters, sampling, wishes),), adapter=adapter)
@@ -209,6 +275,54 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
     return options
 
 
+def message_pins(
+    parameters: ParsedBody,
+    body: Generating | None,
+    served: BodyEncoder,
+    settings: ServerSettings,
+    own: Mapping[str, Any],
+    tokens: int | None = None,
+) -> Spans:
+    """Return the pins of a conversation: those of the body, its messages that the body names, and the system's.
+
+    System messages are pinned unasked if they take at most a quarter of the budget and the policy can hold all pins.
+
+    Args:
+        parameters: the parameters of the body.
+        body: a chat; others name no messages.
+        served: finds the tokens of messages.
+        settings: say whether system messages are pinned unasked.
+        own: the body's ``pins``, ``policy`` and ``budget``.
+        tokens: length of the prompt, if it is known.
+
+    Raises:
+        KVKeepError: a message that the body names cannot be pinned.
+    """
+    pinned: Spans = own.get("pins") or ()
+    prompt, chat = parameters.prompts[0], body if isinstance(body, ChatBody) else None
+    named, system = (chat.pin_messages, chat.pin_system) if chat else (None, None)
+    if parameters.url != CHAT or isinstance(prompt, str):
+        return pinned
+    if parameters.truncate is not None:
+        if named or system:
+            raise ParameterError(TRUNCATE_PROMPT_TOKENS.name, "moves the tokens of messages, so these are not pinned")
+        return pinned
+    find = partial(served.message_pins, prompt, tools=parameters.described, template=parameters.template)
+    if named:
+        pinned = spans((*pinned, *find(named)))
+    if system:
+        pinned = spans((*pinned, *find(None)))
+    elif system is None and settings.pin_system:
+        with suppress(InputError):  # the template shows the message in another form
+            told = find(None)
+            more, fits = (
+                spans((*pinned, *told)),
+                partial(served.can_pin, policy=own.get("policy"), budget=own.get("budget")),
+            )
+            pinned = more if fits(told, share=SYSTEM_SHARE) and fits(more, share=1.0) else pinned
+    return pinned if tokens is None else within(pinned, tokens)
+
+
 def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
     """Build one request of a body. Options in ``wishes`` win over those of the body's parameters.
 
@@ -236,6 +350,7 @@ def sampling_request(
     names: Mapping[str, str],
     own: Mapping[str, Any],
     before: int,
+    cache: Mapping[str, Any],
 ) -> tuple[ParsedBody, Request]:
     """Read a body whose parameters have other names as if it were a chat's, and build its request.
 
@@ -246,6 +361,7 @@ def sampling_request(
         names: the name of a parameter in ``fields`` → its name in the body.
         own: options of kvkeep.
         before: tokens of the conversation so far.
+        cache: the body's policy and budget.
 
     Raises:
         KVKeepError: a parameter is out of range, in the words of the body.
@@ -261,7 +377,10 @@ def sampling_request(
     parameters = dataclasses.replace(parameters, spelling=spelling)
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
-    return parameters, make_request(parameters, sampling, {**own, **_conversation(parameters)})
+    wishes = {**own, **_conversation(parameters)}
+    if not before:
+        wishes["pins"] = message_pins(parameters, None, served, settings, {**own, **cache})
+    return parameters, make_request(parameters, sampling, wishes)
 
 
 def _conversation(parameters: ParsedBody) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kvkeep.openai.responses import calls_of
 from kvkeep.openai.tools import ToolCallParser
 from kvkeep.server.errors import in_words_of, unknown
 from kvkeep.server.model import ServedModel
-from kvkeep.server.request_parsing import own_options, sampling_request
+from kvkeep.server.request_parsing import digest, kept_by, own_options, sampling_request
 from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import Generating, ResponseBody, body_of
 from kvkeep.server.session_registry import ServerSession, SessionTable
@@ -70,8 +70,9 @@ def parse_response_body(
     effort = {"reasoning_effort": (body.reasoning or {}).get("effort")}
     fields = {"messages": messages, "seed": body.seed, **wishes, **effort, **_form(body), **_tools(body)}
     fields |= _logprobs(body)
+    cache = {"policy": body.policy, "budget": body.budget}
     names = {"max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
-    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
+    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0, cache=cache)
 
 
 def _logprobs(body: ResponseBody) -> dict[str, Any]:
@@ -489,7 +490,8 @@ class ResponsesRoutes:
         if body.previous_response_id is not None:
             previous = self._find(owner_of(request), body.previous_response_id).session
             self._settings.check_adapter(body.model, adapter := previous.adapter)
-        parameters, turn = await in_thread(lambda: self._parsed(body, previous))
+        owner = owner_of(request)
+        parameters, turn = await in_thread(lambda: self._parsed(body, previous, owner))
         session = await in_thread(lambda: self._begin(body, previous, adapter))
         name = secrets.token_hex(16)
         texts = self._served.token_texts if "logprobs" in parameters.options else None
@@ -525,13 +527,16 @@ class ResponsesRoutes:
             raise unknown("response", name, "It was never stored, or has been dropped since. Send the conversation.")
         return entry
 
-    def _parsed(self, body: ResponseBody, previous: Session | None) -> tuple[ParsedBody, Request]:
-        """Return a body as a chat's parameters, and its request.
+    def _parsed(self, body: ResponseBody, previous: Session | None, owner: str) -> tuple[ParsedBody, Request]:
+        """Return a body as a chat's parameters, and its request, whose memory is kept for the owner.
 
         ``previous`` is the session that it continues, if any.
         """
         before = None if previous is None else len(previous.token_ids)
-        return parse_response_body(body, self._served, self._settings, before=before)
+        parameters, turn = parse_response_body(body, self._served, self._settings, before=before)
+        kept = {**kept_by(owner, body.user, parameters), "cache_salt": digest(body.cache_salt) or None}
+        kept.pop("noted_messages", None)  # the turn itself knows them, with those before
+        return parameters, turn.replaced(**kept)
 
     def _begin(self, body: ResponseBody, previous: Session | None, adapter: str | None) -> Session:
         """Open the session for an answer: a copy of the previous answer's session, or a new one."""

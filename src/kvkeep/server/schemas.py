@@ -119,6 +119,10 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
+_OWN_FIELDS = {"keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages"}
+"""Fields of kvkeep that the parameters of OpenAI's API go without."""
+
+
 class Generating(Body):
     """The fields that all bodies have that ask for new tokens."""
 
@@ -146,7 +150,8 @@ class Generating(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    user: str | None = None
+    user: str | None = Field(None, description="Who asks. Users of one key do not share conversations.")
+    cache_salt: str | None = Field(None, description="vLLM's: only requests with the same salt share memories.")
     response_format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema.")
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: one of json, json_object, regex, choice and grammar."
@@ -173,7 +178,7 @@ class Generating(Body):
 
     def openai_fields(self) -> dict[str, Any]:
         """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
-        return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id"})
+        return self.model_dump(exclude_none=True, exclude=_OWN_FIELDS)
 
 
 class Templated(Body):
@@ -196,6 +201,10 @@ class ChatBody(Templated, Generating):
     top_logprobs: int | None = _within(0, 20)
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function.")
     parallel_tool_calls: bool | None = None
+    pin_system: bool | None = Field(None, description="Never evict the system messages. By default if they are short.")
+    pin_messages: list[int] | None = Field(
+        None, description="Indexes of messages that are never evicted; -1: the last."
+    )
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
 
 
@@ -276,6 +285,7 @@ class ResponseBody(Body):
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    cache_salt: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

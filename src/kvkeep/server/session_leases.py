@@ -18,6 +18,7 @@ from kvkeep.engine.session_store import SUFFIX
 from kvkeep.errors import InputError
 from kvkeep.result_files import Lock, sync_folder
 from kvkeep.server.errors import RefusalError
+from kvkeep.server.settings import CONVERSATION, full_name
 
 if sys.platform != "win32":
     import fcntl
@@ -100,6 +101,7 @@ class SharedFolder:
                 f"`session_dir={root}` cannot be shared by servers: {why}. Give another folder."
             ) from error
         self._keep_single_servers_out()
+        self._adopt_conversations()
 
     def take(self, name: str) -> bool:
         """Take the lease of a session, and move its file here. Return ``False`` if another server has the lease.
@@ -204,6 +206,22 @@ class SharedFolder:
                 folder.rmdir()
             finally:
                 self._lock(fcntl.LOCK_UN, f"/{folder.name}")
+
+    def _adopt_conversations(self) -> None:
+        """Move the conversations of servers that have ended into this server's folder. They have no leases."""
+        for folder in self._folders():
+            if folder == self.own:
+                continue
+            with suppress(OSError):  # its server lives, or the files are about to go
+                if folder != self._root:
+                    self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{folder.name}")
+                try:
+                    for path in folder.glob(f"*{full_name('', CONVERSATION)}*{SUFFIX}"):
+                        path.replace(self.own / path.name)
+                finally:
+                    if folder != self._root:
+                        self._lock(fcntl.LOCK_UN, f"/{folder.name}")
+                self._clear(folder)
 
     def _folders(self) -> list[Path]:
         """Return the folders of all servers, and the shared folder, where a single server leaves its files."""

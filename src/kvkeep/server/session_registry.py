@@ -25,6 +25,7 @@ from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
 from kvkeep.server.schemas import SessionBody, check_policy
 from kvkeep.server.session_leases import Leases, LocalLeases, elsewhere
+from kvkeep.server.settings import full_name
 from kvkeep.snapshot.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
@@ -248,7 +249,7 @@ class SessionRegistry:
 
     def holds(self, owner: str, name: str) -> bool:
         """Return whether a session is open on this server. A saved one does not count."""
-        return self._open.holds(owner, name)
+        return self._open.holds(owner, name) or self._engine.has_session(full_name(owner, name))
 
     @_alone
     def make(self, owner: str, body: SessionBody, adapter: str | None = None) -> ServerSession:
@@ -277,7 +278,11 @@ class SessionRegistry:
         Raises:
             RefusalError: there is no such session, another server holds it, or too many are open.
         """
-        entry = self._open.find(owner, name) or self._reopened(owner, name)
+        entry = self._open.find(owner, name)
+        if entry is not None and entry.session.closed:  # a conversation that had to make room for others
+            self._open.remove(owner, name)
+            entry = None
+        entry = entry or self._reopened(owner, name)
         if until is not None:
             entry.use(until)
         return entry
@@ -291,7 +296,7 @@ class SessionRegistry:
         if _NAME.fullmatch(name) is None or name not in self.names(owner):
             raise unknown("session", name, "Make it with POST /v1/sessions.")
         self._check_room()
-        if not self._leases.take(full := _full(owner, name)):
+        if not self._leases.take(full := full_name(owner, name)):
             raise elsewhere(name)
         if full not in self._engine.session_names:  # another server has deleted it meanwhile
             self._leases.give(full)
@@ -337,7 +342,7 @@ class SessionRegistry:
         entry.session.rewind(entry.session.snapshot())  # refuses while a turn runs
         beginning = entry.beginning_again
         entry.session.close(delete=True)
-        entry.session = self._engine.session(name=_full(owner, entry.id), **beginning)
+        entry.session = self._engine.session(name=full_name(owner, entry.id), **beginning)
         entry.states = TurnStates(None)
 
     @_alone
@@ -380,7 +385,7 @@ class SessionRegistry:
         """
         folder = self._need_folder()
         entry = self.find(owner, name)
-        path = Path(folder) / f"{_full(owner, name)}.kvkeep"
+        path = Path(folder) / f"{full_name(owner, name)}.kvkeep"
         if not path.exists():
             raise unknown("saved session", name, "Save it first.")
         entry.session.rewind(Snapshot.load(path))
@@ -397,7 +402,7 @@ class SessionRegistry:
         entry = self.find(owner, name)
         entry.session.close(delete=True)
         self._open.remove(owner, name)
-        self._leases.give(_full(owner, name))
+        self._leases.give(full_name(owner, name))
 
     def let_go(self) -> None:
         """Close all idle sessions of a server that shares its folder, so that other servers can open them from their
@@ -417,7 +422,7 @@ class SessionRegistry:
         entry = self._open.find(owner, name)
         if entry is not None and entry.session.token_ids and not entry.used and entry.close():
             self._open.remove(owner, name)
-            self._leases.give(_full(owner, name))
+            self._leases.give(full_name(owner, name))
 
     def keep(self, entry: ServerSession) -> None:
         """Write a session to the disk after a change, if several servers share the folder; else do nothing.
@@ -469,7 +474,7 @@ class SessionRegistry:
             states: its memories after its last turns, if they are known.
             options: further arguments of `Engine.session`.
         """
-        full = _full(owner, name)
+        full = full_name(owner, name)
         try:
             made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
         except BaseException:
@@ -499,7 +504,7 @@ class SessionRegistry:
         if _NAME.fullmatch(name) is None:
             raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
         # the lease last: it is taken only when nothing else stands against the name
-        if self._open.holds(owner, name) or name in self.names(owner) or not self._leases.take(_full(owner, name)):
+        if self._open.holds(owner, name) or name in self.names(owner) or not self._leases.take(full_name(owner, name)):
             raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
         return name
 
@@ -516,11 +521,6 @@ class SessionRegistry:
         if self._folder is None:
             raise RefusalError(400, "This server keeps no sessions on disk: it was started without a session folder.")
         return self._folder
-
-
-def _full(owner: str, name: str) -> str:
-    """Return a session's name with its owner's in front, which the engine and the file use."""
-    return f"{owner}--{name}"
 
 
 # The sessions of a server that is about to end: others get them before it has ended.

@@ -50,6 +50,15 @@ def owner_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+CONVERSATION = "conv_"
+"""Names of sessions that keep a chat begin so."""
+
+
+def full_name(owner: str, name: str) -> str:
+    """Return a session's name with its owner's in front, which the engine and the file use."""
+    return f"{owner}--{name}"
+
+
 @dataclass(frozen=True)
 class ApiKeys:
     """The keys that a server accepts.
@@ -109,6 +118,7 @@ class ServerSettings:
         key_requests: requests of a key that may wait or run at once.
         key_tokens: tokens that a key may use per minute.
         page: whether there is a page at ``/``.
+        pin_system: whether system messages that are short are never evicted, unless a chat says otherwise.
         allowed_hosts: names of the server in ``Host`` headers, beside `LOOPBACK_HOSTS`; ``*``: any. With a name of its
             own that leads to this machine, a web page could otherwise drive the server (DNS rebinding).
         adapters: the names of the model's adapters, as the engine has them.
@@ -130,6 +140,7 @@ class ServerSettings:
     key_requests: int | None = KEY_REQUESTS.default
     key_tokens: int | None = KEY_TOKENS.default
     page: bool = PAGE.default
+    pin_system: bool = True
     allowed_hosts: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
 

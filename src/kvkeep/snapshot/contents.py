@@ -186,6 +186,27 @@ class Contents:
         layers = tuple(_each(layer, tensor, packs) for layer in self.layers)
         return Contents(layers, {number: state.each(tensor) for number, state in self.states.items()})
 
+    def shortest(self, windows: Sequence[int | None]) -> int | None:
+        """Return the fewest tokens to which `cut_back` can bring the memory; ``None`` if some token was evicted.
+
+        Args:
+            windows: sliding window of each layer with slots.
+        """
+        found = [layer.shortest(window) for layer, window in zip(self.layers, windows, strict=True)]
+        if None in found or not found:
+            return None if found else self.seen
+        return self.seen if self.states else max(filter(None, found), default=0)
+
+    def cut_back(self, tokens: int) -> Contents:
+        """Return the memory of the first tokens alone: keys, values and positions are those that it had then.
+
+        Args:
+            tokens: how many; `shortest` or more.
+        """
+        if tokens == self.seen:
+            return self
+        return Contents(tuple(layer.cut_back(tokens) for layer in self.layers))
+
     def pinned(self, pins: Spans) -> Contents:
         """Return the same contents with other pins."""
         return replace(self, layers=tuple(replace(layer, pins=pins) for layer in self.layers))

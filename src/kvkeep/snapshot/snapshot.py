@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Generic, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import EXPONENTS, HALVES, KV_BITS, MOST_EXPONENT, NUMBERS, scale_halves, scales_keys
-from kvkeep.pins import Span, end, spans
+from kvkeep.pins import Span, Spans, end, spans
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.contents import Contents, Place, StateCopy
 from kvkeep.snapshot.file_format import (
@@ -134,6 +135,45 @@ class Snapshot:
         return f"Snapshot({self.seen} tokens of {made.model}, policy='{made.policy}', budget={made.budget})"
 
 
+@dataclass(frozen=True, eq=False)
+class SnapshotAbout:
+    """What a snapshot's file says of itself, without its memory.
+
+    Attributes:
+        fingerprint, tokens, note: those of the snapshot.
+        pins: spans of positions that may not be evicted.
+        budgets: the budget of each layer; a tuple where heads have their own.
+        nbytes: the size of the file.
+        written: seconds since 1970 at which the file was written.
+    """
+
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    note: Mapping[str, Any]
+    pins: Spans
+    budgets: tuple[int | tuple[int, ...], ...]
+    nbytes: int
+    written: float
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> SnapshotAbout:
+        """Read the description and the token ids of a file.
+
+        Raises:
+            SnapshotError: the file cannot be read, or is no whole file of a snapshot.
+        """
+        source = in_full(path)
+        with explained(source), opened(source) as (file, size):
+            header = read_header(file, size)
+            layers, note = described_layers(header.about), header.about.get("note", {})
+            check(isinstance(note, dict), "its note is no object")
+            tokens = header.entries.get(TOKENS)
+            ids = None if tokens is None else read_tensor(file, header.start, tokens)
+            budgets = tuple(layer.budget for layer in layers)
+            written = os.fstat(file.fileno()).st_mtime
+            return cls(fingerprint_of(header.about), ids, note, layers[0].pins, budgets, size, written)
+
+
 # Snapshots read from untrusted files: every number is checked before it is used.
 
 
@@ -159,9 +199,15 @@ def load(path: str | os.PathLike[str]) -> FileParts:
         SnapshotError: the file cannot be read, or is no whole file of a snapshot.
     """
     source = in_full(path)
+    with explained(source), opened(source) as (file, size):
+        return _read(file, size)
+
+
+@contextmanager
+def explained(source: Path) -> Iterator[None]:
+    """Raise a `SnapshotError` for a file that cannot be read, or is no snapshot."""
     try:
-        with opened(source) as (file, size):
-            return _read(file, size)
+        yield
     except NotASnapshotError as error:
         raise SnapshotError(
             f"{source} is no snapshot that can be used: {error}. Give a file of kvkeep remember or Snapshot.save."
@@ -526,7 +572,9 @@ class Pending(NamedTuple):
     Attributes:
         writing: writes them.
         finish: called when they are written, or cannot be; raises the reason.
+        cancel: called in place of ``finish`` if the turn was cancelled meanwhile.
     """
 
     writing: Writing[Any]
     finish: Callable[[], None]
+    cancel: Callable[[], None] = lambda: None

@@ -1,0 +1,416 @@
+"""Conversations that a client sends whole each time: their memories are sessions, found by the token ids of a prompt.
+
+A finished chat becomes a session that the engine has named itself. A later prompt that begins with its tokens goes on
+from it, and only the rest is read. While nothing was evicted, a memory can be cut back to any of its beginnings, so one
+session serves all of a conversation's edited and repeated turns. Otherwise each turn stays a session of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as GenericSequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from kvkeep.engine.admission import Settled
+from kvkeep.engine.prompt_encoding import ConversationHistory
+from kvkeep.engine.sampling_params import whole_within
+from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.session import Session, SessionHost, Sessions
+from kvkeep.engine.session_store import State
+from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
+from kvkeep.pins import within
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
+
+Mode = Literal["auto", "continue", "fresh"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+LEAST_TOKENS = 16
+"""A memory of fewer tokens is not worth a copy; vLLM's blocks have as many."""
+_PIECE = 1024
+"""Tokens that are compared at once."""
+_log = logging.getLogger(__name__)
+
+
+def usable_tokens(past: ConversationHistory, prompt: GenericSequence[int], mode: Mode) -> int:
+    """Return from how many tokens of a memory a prompt goes on; 0: the prompt is read anew.
+
+    This is the rule of ``auto``: go on while the memory has evicted nothing. A memory that has evicted tokens was cut
+    without a look at the new question, and can only go on as a whole, under ``continue``.
+
+    Args:
+        past: the tokens that the memory stands for, and to how many it can be cut back.
+        prompt: the new tokens.
+        mode: ``auto``, ``continue`` or ``fresh``.
+    """
+    if mode == "fresh":
+        return 0
+    shared = common_beginning(past.ids, prompt)
+    found = min(shared, len(prompt) - 1)  # the last token is read in any case: it tells the next one
+    if past.shortest is None:
+        return found if mode == "continue" and found == len(past.ids) else 0
+    return found if found >= past.shortest else 0
+
+
+def common_beginning(one: array[int], other: GenericSequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    most = min(len(one), len(other))
+    for start in range(0, most, _PIECE):
+        stop = min(start + _PIECE, most)
+        mine, theirs = tuple(one[start:stop]), tuple(other[start:stop])
+        if mine != theirs:
+            return start + next(n for n, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+    return most
+
+
+class Reader(NamedTuple):
+    """Who may go on from a memory. Two readers that differ in anything never share one.
+
+    Attributes:
+        owner: of the request, such as an API key and a user behind it.
+        salt: a further word that separates memories, vLLM's ``cache_salt``.
+        settled: policy, budget and adapter.
+        sequence: identity for everything random, under a policy that draws random numbers.
+    """
+
+    owner: str
+    salt: str
+    settled: Settled
+    sequence: int = 0
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Reader:
+        """Return the reader that a request is."""
+        request, policy = sequence.request, sequence.policy
+        settled = Settled(policy, sequence.budget, request.adapter)
+        number = request.sequence if policy.stochastic else 0
+        return cls(request.owner, request.cache_salt or "", settled, number)
+
+
+@dataclass(eq=False)
+class KeptConversation:
+    """A session that the engine has named itself.
+
+    Attributes:
+        session: the session.
+        reader: who may go on from it.
+        used: seconds since 1970 at which it was used last.
+        prompt_tokens: tokens of its last prompt.
+        continued: whether a later turn is kept in another session.
+        writing: whether a new memory for it is on its way to the disk.
+    """
+
+    session: Session
+    reader: Reader
+    used: float = field(default_factory=time.time)
+    prompt_tokens: int = 0
+    continued: bool = False
+    writing: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing is about to replace its memory."""
+        return not self.writing and not self.session.running
+
+    @property
+    def past(self) -> ConversationHistory:
+        """Return the tokens and messages of the session as it is now."""
+        return self.session.history
+
+
+class Conversations:
+    """The memories of finished chats, least recently used first. Whoever uses them has the engine's turn.
+
+    Args:
+        sessions: of the engine; each memory is one of them.
+        host: what a session needs of the engine.
+        most_bytes: the most that all of them may take, in main memory and in files; 0 keeps none.
+        mode: how a prompt that continues a memory is read, see `usable_tokens`.
+        ttl_s: seconds after which a memory that nobody used is forgotten.
+        windows: sliding window of each layer with slots.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        host: SessionHost,
+        *,
+        most_bytes: int,
+        mode: str,
+        ttl_s: float,
+        windows: Callable[[], GenericSequence[int | None]],
+    ) -> None:
+        found = next((known for known in MODES if known == mode), None)
+        if found is None:
+            raise InputError(f"conversations={mode!r:.40} is unknown; give one of {', '.join(CONVERSATIONS.words)}.")
+        if not CONVERSATION_TTL.allows(ttl_s):
+            raise InputError(f"conversation_ttl={ttl_s!r:.40} is no time; give seconds above 0.")
+        self._most_bytes = whole_within("conversation_memory", most_bytes, 0, 2**63 - 1)
+        self._sessions, self._host, self._mode, self._ttl_s = sessions, host, found, ttl_s
+        self._windows = windows
+        self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
+        if self.active:
+            self._open_saved()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def active(self) -> bool:
+        """Return whether memories are kept and looked for."""
+        return bool(self._most_bytes) and self._mode != "fresh"
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all memories, in main memory or in files."""
+        return sum(entry.session.nbytes for entry in self._entries.values())
+
+    def find(self, sequence: Sequence, beyond: int = 0) -> Contents | None:
+        """Return the longest memory with which a prompt begins; ``None`` if there is none. It counts as used.
+
+        Args:
+            sequence: the request, which is about to be read.
+            beyond: a memory of so many tokens is there already.
+        """
+        if not self.active or not sequence.request.owner or sequence.levels:
+            return None
+        self.expire()
+        least = max(beyond + 1, LEAST_TOKENS)
+        while (best := self._longest(sequence, least)) is not None:
+            entry, tokens = best
+            try:
+                contents = entry.session.memory.contents()
+            except (KVKeepError, OSError) as error:  # another model's, or its file has gone: the prompt is read anew
+                _log.warning("The conversation %s cannot be continued, and is forgotten: %s", entry.session.name, error)
+                self._forget(entry)
+                continue
+            if contents is None:  # a session that has just been closed
+                return None
+            self._touch(entry)
+            sequence.recalled = True
+            return contents.cut_back(tokens)
+        return None
+
+    def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
+        """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
+        reader, best = Reader.of(sequence), None
+        for entry in reversed(self._entries.values()):
+            if entry.reader != reader:
+                continue
+            tokens = usable_tokens(entry.past, sequence.prompt, self._mode)
+            pins = within(entry.session.pins, tokens)
+            fits = (
+                pins == within(sequence.pins, tokens)
+                and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
+            )
+            if fits and tokens >= least:
+                best, least = (entry, tokens), tokens + 1
+        return best
+
+    def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
+        """Keep the memory of a finished request with ``keep_as``, if a later prompt may go on from it.
+
+        Return the write that must end first; ``None`` if there is none. A memory that cannot be kept costs no answer:
+        its conversation goes on from an earlier turn.
+        """
+        if not self.active or sequence.levels:
+            return None
+        try:
+            return self._keep(sequence, contents)
+        except Exception as error:  # a tokenizer that fails, for example
+            _log.warning("A conversation was not kept: %s", error)
+            return None
+
+    def _keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
+        """Keep a memory, see `keep`."""
+        past = self._history(sequence, contents)
+        reader = Reader.of(sequence)
+        if not usable_tokens(past, (*past.ids, *past.pending, 0), self._mode) or contents.nbytes > self._most_bytes:
+            return None
+        mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
+        if (same := next((entry for entry in mates if _covers(entry.past, past)), None)) is not None:
+            self._touch(same)
+            return None
+        replaced = self._replaced(past, mates)
+        target = replaced.pop() if replaced else self._made(sequence, reader)
+        if target is None:
+            return None
+        target.prompt_tokens = len(sequence.prompt)
+        snapshot = Snapshot(contents, self._host.admission.fingerprint(*reader.settled), past.tokens)
+        return self._kept(target, replaced, past, snapshot)
+
+    def _replaced(self, past: ConversationHistory, mates: GenericSequence[KeptConversation]) -> list[KeptConversation]:
+        """Return the conversations whose next turn a memory is, and for which it serves as well.
+
+        Of the others, those that differ in their last answer at most are marked: they are the first to go.
+        """
+        found = []
+        for entry in mates:
+            shared = common_beginning(entry.past.ids, past.ids)
+            if shared < entry.prompt_tokens:
+                continue
+            serves = past.shortest is not None and past.shortest <= shared and entry.idle
+            entry.continued = not (serves and self._says(past.ids[shared:], entry.past.ids[shared:]))
+            if not entry.continued:
+                found.append(entry)
+        return found
+
+    def _says(self, ids: array[int], beginning: array[int]) -> bool:
+        """Return whether tokens begin with the text of others: an answer's text may become other tokens than it was."""
+        if not beginning:
+            return True
+        text, wanted = (self._host.admission.text_of(part[: 2 * len(beginning) + 8]) for part in (ids, beginning))
+        return bool(wanted) and text.startswith(wanted)
+
+    def _kept(
+        self,
+        entry: KeptConversation,
+        replaced: GenericSequence[KeptConversation],
+        past: ConversationHistory,
+        snapshot: Snapshot,
+    ) -> Pending | None:
+        """Give a conversation its new memory; those that it replaces are forgotten once it is kept."""
+
+        def cancel() -> None:
+            entry.writing = False
+            if not entry.past.ids:  # it is a new one
+                self._forget(entry)
+
+        def finish() -> None:
+            try:
+                if pending is not None:
+                    pending.finish()
+            except Exception as error:  # a full disk, for example: the answer is there all the same
+                _log.warning("A conversation was not kept: %s", error)
+                cancel()
+                return
+            entry.writing = False
+            for other in replaced:
+                self._forget(other)
+            self._touch(entry)
+            self._trim()
+
+        pending = entry.session.memory.go_on(past, snapshot, written=True)
+        if pending is not None:
+            entry.writing = True
+            return Pending(pending.writing, finish, cancel)
+        finish()
+        return None
+
+    def _made(self, sequence: Sequence, reader: Reader) -> KeptConversation | None:
+        """Return a new conversation under the name that a request gives it; ``None`` if the name is taken."""
+        name = sequence.request.keep_as
+        assert name is not None
+        if name in self._sessions.names:
+            _log.warning("A conversation was not kept: there is a session %s already.", name)
+            return None
+        state, seed = State(ConversationHistory()), sequence.request.sequence
+        session = self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=_note(reader))
+        return KeptConversation(session, reader)
+
+    def _history(self, sequence: Sequence, contents: Contents) -> ConversationHistory:
+        """Return the tokens and messages that the memory of a finished chat stands for."""
+        ids = array("i", (*sequence.prompt, *sequence.token_ids))
+        n, messages = contents.seen, sequence.request.noted_messages
+        said = sequence.tail.text if sequence.tail else ""
+        answered = (*messages, {"role": "assistant", "content": said}) if messages else ()
+        history = ConversationHistory(ids[:n], tuple(ids[n:]), answered, shortest=contents.shortest(self._windows()))
+        return history.held_in(contents)
+
+    def _open_saved(self) -> None:
+        """Open the conversations of the engine's folder, the oldest first. Files of another model stay as they are."""
+        for kept, about in self._sessions.described():
+            try:
+                if (found := _reader_of(about)) is None:
+                    continue
+                settled = self._host.admission.settle(None, None, about.fingerprint)
+                past = ConversationHistory.described(about)
+            except KVKeepError as error:
+                _log.warning("The conversation %s cannot be used: %s", kept.name, error)
+                continue
+            assert kept.name is not None
+            number = whole_within("sequence", about.note.get("sequence", 0), -(2**63), 2**63 - 1)
+            reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
+            state = State(past, kept)
+            session = self._sessions.add(self._host, kept.name, settled, state, seed=number, note=_note(reader))
+            entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
+            self._entries[kept.name] = entry
+        self.expire()
+        self._trim()
+
+    def _touch(self, entry: KeptConversation) -> None:
+        """Mark a conversation as the most recently used one, unless it was closed meanwhile."""
+        name = entry.session.name
+        if name is not None and not entry.session.closed:
+            entry.used = time.time()
+            self._entries[name] = entry
+            self._entries.move_to_end(name)
+
+    def expire(self) -> None:
+        """Forget the conversations that nobody has used for too long, and those that were closed."""
+        before = time.time() - self._ttl_s
+        for entry in list(self._entries.values()):
+            if (entry.used < before and not entry.writing) or entry.session.closed:
+                self._forget(entry)
+
+    def _trim(self) -> None:
+        """Forget the least recently used conversations beyond the limit, earlier turns of others first."""
+        over = self.nbytes - self._most_bytes
+        for entry in sorted(self._entries.values(), key=lambda entry: not entry.continued):
+            if over <= 0:
+                return
+            if entry.idle:
+                over -= entry.session.nbytes
+                self._forget(entry)
+
+    def _forget(self, entry: KeptConversation) -> None:
+        """Forget a conversation, and delete its file. A turn that runs in its session goes on."""
+        if entry.session.name is not None:
+            self._entries.pop(entry.session.name, None)
+        if not entry.session.running and not entry.session.closed:
+            entry.session.discard()
+
+
+def _begins(past: ConversationHistory, longer: ConversationHistory) -> bool:
+    """Return whether one conversation's tokens begin with all of another one's."""
+    return len(past.ids) <= len(longer.ids) and longer.ids[: len(past.ids)] == past.ids
+
+
+def _same_pins(one: ConversationHistory, other: ConversationHistory) -> bool:
+    """Return whether two memories pin the same of the tokens that both may have."""
+    tokens = min(len(one.ids), len(other.ids))
+    return within(one.pins, tokens) == within(other.pins, tokens)
+
+
+def _covers(past: ConversationHistory, beginning: ConversationHistory) -> bool:
+    """Return whether a memory can be cut back to another one's tokens, so that it serves in its place."""
+    return past.shortest is not None and past.shortest <= len(beginning.ids) and _begins(beginning, past)
+
+
+# What a file notes of its reader, beside the policy, the budget and the adapter of its fingerprint.
+
+_NOTE = "conversation"
+
+
+def _note(reader: Reader) -> dict[str, Any]:
+    return {_NOTE: {"owner": reader.owner, "salt": reader.salt}}
+
+
+def _reader_of(about: SnapshotAbout) -> tuple[str, str] | None:
+    """Return the owner and the salt that a file notes; ``None`` if it is no conversation's."""
+    found = about.note.get(_NOTE)
+    if not isinstance(found, Mapping):
+        return None
+    owner, salt = found.get("owner"), found.get("salt")
+    if not isinstance(owner, str) or not isinstance(salt, str) or not owner:
+        raise SnapshotError("The note of the file is none that an engine writes.")
+    return owner, salt
