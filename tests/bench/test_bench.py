@@ -168,9 +168,9 @@ def test_decode_over_codes(monkeypatch, capsys):
     _, data = run("decode", monkeypatch, capsys, *words)
     found = data["cells"][0]["systems"]
     assert list(found)[3:] == ["h2o 8 (40%)", "h2o 8 (40%), 8", "h2o 8 (40%), k8v4"]
-    # two rows of two heads of 8 channels: codes and one scale for a key and for a value
+    # two rows of two heads of 8 channels: codes and one scale for a key and for a value; with 4 bits an offset, too
     assert found["h2o 8 (40%), 8"]["bytes"] - data["weights"] == 2 * 2 * 9 * (8 + 2 + 8 + 2)
-    assert found["h2o 8 (40%), k8v4"]["bytes"] - data["weights"] == 2 * 2 * 9 * (8 + 2 + 4 + 2)
+    assert found["h2o 8 (40%), k8v4"]["bytes"] - data["weights"] == 2 * 2 * 9 * (8 + 2 + 4 + 4)
 
 
 def test_decode_with_compiled_layers(monkeypatch, capsys):
@@ -256,9 +256,9 @@ def test_kernel_over_codes(monkeypatch, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     found = {cell["bits"]: cell for cell in json.loads(last)["cells"]}
-    # a key and a value of 128 channels, two scales each, a position and a mass, for 4 heads
+    # a key and a value of 128 channels, two scales each (at 4 bits two offsets, too), a position and a mass, for 4 heads
     assert found["8"]["bytes"] == 6 * 4 * (2 * (128 + 2 * 2) + 8)
-    assert found["k8v4"]["bytes"] == 6 * 4 * (128 + 64 + 4 * 2 + 8)
+    assert found["k8v4"]["bytes"] == 6 * 4 * (128 + 64 + 4 * 2 + 2 * 2 + 8)
     assert (found["16"]["ratio"], found["8"]["torch_s"]) == (1.0, [])
 
 
@@ -353,8 +353,9 @@ def test_throughput_with_fewer_bits(monkeypatch, capsys, here):
     words = ["--kv-mib", "1", "--workloads", "24+6", "--scale", "0.001", "--policy", "local", "--bits", "16", "4"]
     _, data = run("throughput", monkeypatch, capsys, *words)
     (cell,) = data["cells"]
-    codes = 8 // 2 + 2  # half a byte for each channel, and a scale of two bytes
-    assert cell["requests"] == round(0.001 * (2**20 // (7 * 2 * (2 * codes + 4) + 24 + 16 * 2)))
+    codes = 8 // 2 + 4  # half a byte for each channel, and a scale and an offset of two bytes
+    exponents = 2 * 8  # a byte for each channel of a row's keys
+    assert cell["requests"] == round(0.001 * (2**20 // (7 * 2 * (2 * codes + 4) + 24 + 16 * 2 + exponents)))
     plain, coded = (cell["runs"][f"kvkeep local 20%{bits}"][0] for bits in ("", ", 4"))
     assert (plain["requests"], plain["new_tokens"]) == (coded["requests"], coded["new_tokens"])
 
