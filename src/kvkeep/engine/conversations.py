@@ -129,7 +129,7 @@ class Conversations:
 
     Args:
         sessions: of the engine; each memory is one of them.
-        host: what a session needs of the engine.
+        host: returns what a session needs of the engine. Holding that itself would keep the engine alive.
         most_bytes: the most that all of them may take, in main memory and in files; 0 keeps none.
         mode: how a prompt that continues a memory is read, see `usable_tokens`.
         ttl_s: seconds after which a memory that nobody used is forgotten.
@@ -142,7 +142,7 @@ class Conversations:
     def __init__(
         self,
         sessions: Sessions,
-        host: SessionHost,
+        host: Callable[[], SessionHost],
         *,
         most_bytes: int,
         mode: str,
@@ -155,7 +155,7 @@ class Conversations:
         if not CONVERSATION_TTL.allows(ttl_s):
             raise InputError(f"conversation_ttl={ttl_s!r:.40} is no time; give seconds above 0.")
         self._most_bytes = whole_within("conversation_memory", most_bytes, 0, 2**63 - 1)
-        self._sessions, self._host, self._mode, self._ttl_s = sessions, host, found, ttl_s
+        self._sessions, self._make_host, self._mode, self._ttl_s = sessions, host, found, ttl_s
         self._windows = windows
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
         if self.active:
@@ -163,6 +163,11 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def _host(self) -> SessionHost:
+        """Return what a session needs of the engine."""
+        return self._make_host()
 
     @property
     def active(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
 from contextlib import nullcontext, suppress
@@ -202,13 +203,15 @@ class Engine:
         self._count, self._closed = 0, False
         self._use(self._admission.make_rows(self.policy))
         self._sessions = Sessions(SessionStore(session_memory, session_dir))
+        # memory of an engine that nobody holds is freed at once, without the collector of cycles
+        me = weakref.proxy(self)
         self._conversations = Conversations(
             self._sessions,
-            self._session_host(),
+            lambda: me._session_host(),
             most_bytes=conversation_memory,
             mode=conversations,
             ttl_s=conversation_ttl,
-            windows=lambda: self._kv.windows,
+            windows=lambda: me._kv.windows,
         )
         hashes = self._admission.weights_hash, self._admission.rule.key
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes, self._conversations.find)
