@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.conversations import LEAST_TOKENS
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.errors import InputError, PolicyError
+from kvkeep.errors import InputError, PolicyError, SnapshotError
 from kvkeep.snapshot import Snapshot
 
 from .models import model
@@ -355,3 +356,13 @@ def test_a_client_that_leaves_while_its_memory_is_written_leaves_no_half_of_it(t
         assert engine.session_names == []
         assert ask(engine, FIRST, keep_as="half").cached_tokens == 0
         assert engine.session_names == ["half"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "continue"])
+def test_equal_prompts_of_two_owners_at_once_share_nothing(mode):
+    long = prompt_of(9, 300)
+    with engine_of(budget=32, conversations=mode) as engine:
+        prompt = [*long, *ask(engine, long).token_ids, *prompt_of(3, 5)]
+        anna, bert = engine.generate([wish(prompt, owner=owner) for owner in ("anna", "bert")])
+        assert (anna.cached_tokens > 0, bert.cached_tokens) == (mode == "continue", 0)
+        assert bert.token_ids == anew(prompt, budget=32)
