@@ -366,3 +366,17 @@ def test_equal_prompts_of_two_owners_at_once_share_nothing(mode):
         anna, bert = engine.generate([wish(prompt, owner=owner) for owner in ("anna", "bert")])
         assert (anna.cached_tokens > 0, bert.cached_tokens) == (mode == "continue", 0)
         assert bert.token_ids == anew(prompt, budget=32)
+
+
+def test_a_full_disk_ends_a_turn_of_a_session_and_leaves_no_half_of_its_conversation(tmp_path, monkeypatch):
+    def full(self, path):
+        raise SnapshotError("No space left on device")
+
+    with engine_of(session_dir=tmp_path, session_memory=0) as engine:
+        session = engine.session(name="mine")
+        with monkeypatch.context() as patched:
+            patched.setattr(Snapshot, "save", full)
+            assert session.ask(wish(FIRST, keep_as="talk")).finish_reason == "error"
+        assert "talk" not in engine.session_names
+        session.ask(wish(FIRST, keep_as="talk"))
+        assert "talk" in engine.session_names
