@@ -715,7 +715,7 @@ class Engine:
             The write that the result must wait for; ``None`` if there is none.
         """
         pending = None
-        remember = None if sequence.request.keep_as is None else self._conversations.keep
+        remember = self._conversations.keep if self._conversations.wants(sequence) else None
         keepers = [keep for keep in (sequence.keep, remember) if keep is not None]
         try:
             if sequence.row is not None:
