@@ -351,7 +351,9 @@ class Conversations:
             assert kept.name is not None
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
-            session = self._sessions.add(self._host, kept.name, settled, state, seed=number, note=_note(reader, kept.name))
+            session = self._sessions.add(
+                self._host, kept.name, settled, state, seed=number, note=_note(reader, kept.name)
+            )
             entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
             self._entries[kept.name] = entry
         self.expire()
