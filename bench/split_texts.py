@@ -3,9 +3,9 @@
     python bench/split_texts.py novels essays --output DIR      # DIR/dev.txt and DIR/test.txt
     kvkeep eval MODEL --tasks recall --documents text-test --text DIR/test.txt --context 1000 --facts 8 --ask later
 
-A file belongs to one half for ever: the first bit of the SHA-256 of its name decides. Of each file 12 000 characters
-are taken, a quarter into it, behind titles and prefaces. Names of facts, kinds and wordings are split as well, see
-``kvkeep.models.tiny.documents``.
+A file belongs to one half for ever: the first byte of the SHA-256 of its name decides, odd or even. Of each file
+12 000 characters are taken, a quarter into it, behind titles and prefaces. Kinds of facts, values and wordings are
+split as well, see ``kvkeep.models.tiny.documents``; persons have the same names in both halves.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args()
+    for folder in asked.folders:
+        if not any(folder.glob("*.txt")):
+            parser.error(f"{folder} has no texts; give folders with files whose names end in .txt")
     asked.output.mkdir(parents=True, exist_ok=True)
     for name, text in halves(asked.folders).items():
         (asked.output / f"{name}.txt").write_text(text, encoding="utf-8")

@@ -26,7 +26,8 @@ _in_full = jaxtyping.jaxtyped
 FIRST_CALLS = 50
 """Calls of a function in each test that are all looked at."""
 NTH = 11
-"""Of further calls each such one is looked at; a prime, so that models with any number of layers have each in turn."""
+"""Of further calls each such one is looked at; a prime, so that each layer of a model has its turn, if their number is
+no multiple of it."""
 _counts: list[list[int]] = []
 """The counts of functions that were called in the test that runs."""
 _plain: set[type] = set()

@@ -79,6 +79,8 @@ def test_a_taper_goes_through_all_of_the_budget_or_is_refused():
         (100, [40, None, 512, None], [10, 152, 25, 152]),  # layers hold no more than their windows anyway
         (4096, [512, 512, 512, None], [128, 128, 128, 4096 + 3 * 384]),
         (10, [64, 64, None], [8, 8, 14]),  # the least of every layer
+        (20, [4, 4, None], [8, 8, 20]),  # windows below the least: there is nothing to leave
+        (20, [4, 64, None], [8, 8, 32]),
         (100, [64, 64], [100, 100]),  # nothing to share
         (100, [None, None], [100, 100]),
         (100, [], [100] * 4),

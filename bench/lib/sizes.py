@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from kvkeep import parse
-from kvkeep.kv.slot_codec import KV_BITS, groups
+from kvkeep.kv.slot_codec import KV_BITS, scale_halves
 from kvkeep.planning.cost import LayerShape, block_bytes
 
 GIB = 2**30
@@ -25,7 +25,7 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, kv_bits: str | Non
     dim, heads = head_dim(config), config.num_hidden_layers * config.num_key_value_heads
     if kv_bits is None:
         return heads * 2 * dim * dtype.itemsize
-    return heads * sum(dim * bits // 8 + 2 * groups(dim) for bits in KV_BITS[kv_bits])
+    return heads * sum(dim * bits // 8 + 2 * scale_halves(dim, bits) for bits in KV_BITS[kv_bits])
 
 
 def bounded_row_bytes(

@@ -208,7 +208,7 @@ def smaller(one: Budget, other: Budget) -> Budget:
 def per_layer(
     how: str | Sequence[float], budget: int, layers: int, *, least: int = 1, windows: Sequence[int | None] = ()
 ) -> list[int]:
-    """Return the budget of each layer. The budgets add up to ``layers * budget`` exactly.
+    """Return the budget of each layer. Under all rules but ``sliding`` they add up to ``layers * budget`` exactly.
 
     Args:
         how: one of these rules, or one weight per layer, e.g. from `calibrated`.
@@ -252,7 +252,9 @@ def _beside_windows(share: float, budget: int, windows: Sequence[int | None], le
     held = [min(budget, window) for window in windows if window is not None]
     narrow = [max(least, round(share * number)) for number in held]
     others = len(windows) - len(held)
-    wide, sizes = budget + (sum(held) - sum(narrow)) // others, iter(narrow)
+    # a window smaller than `least` is all that its layer takes, however large its budget is
+    taken = map(min, narrow, held)
+    wide, sizes = budget + (sum(held) - sum(taken)) // others, iter(narrow)
     return [wide if window is None else next(sizes) for window in windows]
 
 

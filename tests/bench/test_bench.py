@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 import kvkeep
+from kvkeep.models.load import embedded
 from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.planning.bandwidth import Bandwidth
 
@@ -59,6 +60,7 @@ def bench(monkeypatch):
             "novel",
             "server",
             "fleet",
+            "conversation",
             "real",
         }:
             del sys.modules[name]
@@ -618,3 +620,16 @@ def test_the_simulator_beside_an_engine(monkeypatch, capsys):
     assert alone["runs"] == []
     assert {"decode", "prompt", "ratios"} <= set(alone["steps"])
     assert min(alone["steps"]["ratios"]) > 0
+
+
+@pytest.mark.slow
+def test_later_turns_of_a_conversation(monkeypatch, capsys):
+    """Two servers of the embedded model, one of which goes on from its memory."""
+    words = [str(embedded()), "--context", "120", "--turns", "2", "--new", "4", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["conversation.py", *words])
+    import_module("conversation").main()
+    table = capsys.readouterr().out
+    found = json.loads(table.splitlines()[-1])
+    assert "1 of 1 conversations have equal texts in both ways (float32)" in table
+    assert found["runs"]["auto"][0]["cached"][1] > 0.8 * found["runs"]["auto"][0]["prompt"][1]
+    assert found["runs"]["fresh"][0]["cached"] == [0, 0]

@@ -199,7 +199,7 @@ def test_with_room_for_a_text_that_was_read_twice_all_answers_stay(capsys, monke
     assert lines[2][3].startswith("0 (")
 
 
-def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path):
+def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(12):
@@ -207,5 +207,10 @@ def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path):
     every = split_texts.halves([folder])
     for number in range(12):
         assert [name for name, text in every.items() if f"<{number}>" in text] == [split_texts.half(f"{number}.txt")]
+    words = [folder, tmp_path / "a wrong name", "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["split_texts.py", *map(str, words)])
+    with pytest.raises(SystemExit):
+        split_texts.main()
+    assert not (tmp_path / "out").exists()
     (folder / "0.txt").unlink()
     assert split_texts.halves([folder]) == {name: text.replace("<0>", "").strip() for name, text in every.items()}

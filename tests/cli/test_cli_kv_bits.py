@@ -127,6 +127,13 @@ def test_a_wrong_list_of_policies_with_bits(text):
         split_arms(text)
 
 
+def test_a_rule_for_heads_that_does_not_exist_is_told_the_rules():
+    with pytest.raises(
+        InputError, match=r"'globe:0.2' after @ is neither .* \(8, .* \(uniform, ada, global or profile"
+    ):
+        split_arms("h2o@globe:0.2")
+
+
 def test_lists_of_policies_with_rules_for_heads():
     found = [(spec(arm.policy), arm.head_budget, arm.kv_bits) for arm in split_arms("tova@global:0.1,h2o@ada@4,local")]
     assert found == [("tova", "global:0.1", None), (spec(parse("h2o")), "ada", "4"), ("local", None, None)]

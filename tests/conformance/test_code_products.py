@@ -86,7 +86,8 @@ def test_rows_that_lie_apart(bits, D):
         wide[..., :-3] = codes.numbers
         return Codes(wide[..., :-3], codes.scales, codes.bits)
 
-    slots = CodedSlots.of(apart(dense.coded_keys), apart(dense.coded_values), dense.positions, dense.dtype)
+    coding = apart(dense.coded_keys), apart(dense.coded_values)
+    slots = CodedSlots.of(*coding, dense.positions, dense.dtype, dense.transform)
     out, found = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert torch.equal(out, want)
     assert torch.equal(found.mass, report.mass)

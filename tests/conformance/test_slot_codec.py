@@ -10,7 +10,7 @@ from sweeps import sweep
 from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_codes
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, decode, encode, encode_keys, hadamard
+from kvkeep.kv.slot_codec import HALVES, KV_BITS, CodedSlots, Codes, KeyTransform, decode, encode, encode_keys
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Report, Slots
 
@@ -24,13 +24,19 @@ TURNED = 4e-6
 
 
 def coded(slots, bits, dtype=torch.float32):
-    """The slots as codes, with NaN for the scales of empty slots; and the numbers that the codes stand for."""
-    keys, values = encode_keys(slots.keys.nan_to_num(), bits[0]), encode(slots.values.nan_to_num(), bits[1])
-    wide = Slots(hadamard(decode(keys, torch.float32)), decode(values, torch.float32), slots.positions)
+    """The slots as codes, with NaN for the scales of empty slots; and the numbers that the codes stand for.
+
+    Keys of 4 bits have exponents, which differ in each row and head.
+    """
+    transform = KeyTransform.blank(slots.keys, bits)
+    if transform.exponents is not None:
+        transform.exponents.random_(-2, 3, generator=torch.Generator().manual_seed(0))
+    keys, values = encode_keys(slots.keys.nan_to_num(), bits[0], transform), encode(slots.values.nan_to_num(), bits[1])
+    wide = Slots(transform.restored(decode(keys, torch.float32)), decode(values, torch.float32), slots.positions)
     empty = (slots.positions < 0).expand(keys.scales.shape[:3])
     for codes in (keys, values):
         codes.scales[empty] = torch.nan
-    return CodedSlots.of(keys, values, slots.positions.clone(), dtype), wide
+    return CodedSlots.of(keys, values, slots.positions.clone(), dtype, transform), wide
 
 
 def copied(slots):
@@ -39,14 +45,15 @@ def copied(slots):
         Codes(codes.numbers.clone(), codes.scales.clone(), codes.bits)
         for codes in (slots.coded_keys, slots.coded_values)
     )
-    return CodedSlots.of(keys, values, slots.positions.clone(), slots.dtype)
+    return CodedSlots.of(keys, values, slots.positions.clone(), slots.dtype, slots.transform)
 
 
 def there(name, slots):
     """The slots where a backend works."""
     parts = on(name, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
     keys, values = Codes(*parts[:2], slots.coded_keys.bits), Codes(*parts[2:4], slots.coded_values.bits)
-    return CodedSlots.of(keys, values, parts[4], slots.dtype)
+    transform = KeyTransform(*on(name, *(x for x in slots.transform if x is not None)))
+    return CodedSlots.of(keys, values, parts[4], slots.dtype, transform)
 
 
 class Over:
@@ -207,8 +214,9 @@ def test_triton_codes_a_token_as_the_definition_does(D, E):
             scales, others = (codes.scales.cpu().nan_to_num() for codes in (one, two))
             torch.testing.assert_close(scales, others, rtol=1e-3, atol=1e-7)  # the matrix has another order of sums
             wide = (decode(Codes(codes.numbers.cpu(), others, codes.bits), torch.float32) for codes in (one, two))
-            first, second = (x.unflatten(-1, (others.shape[-1], -1)) for x in wide)
-            assert ((first - second).abs() <= 1.01 * others[..., None]).all()
+            steps = others[..., :: HALVES[one.bits], None]
+            first, second = (x.unflatten(-1, (steps.shape[-2], -1)) for x in wide)
+            assert ((first - second).abs() <= 1.01 * steps).all()
             assert (first != second).float().mean() < 0.001
 
 
@@ -240,25 +248,32 @@ def test_the_kernel_makes_no_copy(monkeypatch):
 
 LEFT_TO_TORCH = torch.zeros(6, 4, 1, 64), Report({})
 DAMAGED = {
-    "scales of another dtype": lambda keys, values: (keys._replace(scales=keys.scales.float()), values),
-    "bits that the numbers do not have": lambda keys, values: (keys, values._replace(bits=8)),
-    "scales that are not dense": lambda keys, values: (
-        keys._replace(scales=keys.scales.repeat(1, 1, 1, 4)[..., ::2]),
-        values,
+    "scales of another dtype": (lambda keys, values: (keys._replace(scales=keys.scales.float()), values), None),
+    "bits that the numbers do not have": (lambda keys, values: (keys, values._replace(bits=8)), None),
+    "scales that are not dense": (
+        lambda keys, values: (keys._replace(scales=keys.scales.repeat(1, 1, 1, 4)[..., ::2]), values),
+        None,
     ),
-    "scales of fewer slots": lambda keys, values: (keys, values._replace(scales=values.scales[:, :, 1:])),
-    "numbers of fewer heads": lambda keys, values: (keys._replace(numbers=keys.numbers[:, :1]), values),
-    "groups that do not fit": lambda keys, values: (keys._replace(scales=keys.scales.repeat(1, 1, 1, 3)), values),
-    "no groups": lambda keys, values: (keys._replace(scales=keys.scales[..., :0]), values),
+    "scales of fewer slots": (lambda keys, values: (keys, values._replace(scales=values.scales[:, :, 1:])), None),
+    "numbers of fewer heads": (lambda keys, values: (keys._replace(numbers=keys.numbers[:, :1]), values), None),
+    "groups that do not fit": (
+        lambda keys, values: (keys._replace(scales=keys.scales.repeat(1, 1, 1, 3)), values),
+        None,
+    ),
+    "no groups": (lambda keys, values: (keys._replace(scales=keys.scales[..., :0]), values), None),
+    "no offsets": (lambda keys, values: (keys, values._replace(scales=values.scales[..., :1])), None),
+    "exponents of fewer heads": (lambda *codes: codes, torch.zeros((6, 1, 64), dtype=torch.int8)),
+    "exponents of another dtype": (lambda *codes: codes, torch.zeros((6, 2, 64), dtype=torch.int16)),
 }
 
 
 @pytest.mark.usefixtures("no_checked_annotations")
-@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_codes_that_the_kernel_does_not_take(damage, monkeypatch):
+@pytest.mark.parametrize(("damage", "exponents"), DAMAGED.values(), ids=DAMAGED)
+def test_codes_that_the_kernel_does_not_take(damage, exponents, monkeypatch):
     query, slots, now = token(40, 64, 2)
     slots, asked = coded(slots, (8, 4))[0], []
-    slots = CodedSlots.of(*damage(slots.coded_keys, slots.coded_values), slots.positions, slots.dtype)
+    transform = KeyTransform() if exponents is None else KeyTransform(exponents)
+    slots = CodedSlots.of(*damage(slots.coded_keys, slots.coded_values), slots.positions, slots.dtype, transform)
     monkeypatch.setattr(TorchBackend, "attend", lambda *one, **more: asked.append(1) or LEFT_TO_TORCH)
     backend_of("native").attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert asked == [1]

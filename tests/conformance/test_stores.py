@@ -13,7 +13,7 @@ from kvkeep.errors import BudgetError, ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
 from kvkeep.kv.row_copy import put_row, take_row
-from kvkeep.kv.slot_codec import GREATEST, KV_BITS
+from kvkeep.kv.slot_codec import CODES, KV_BITS
 from kvkeep.kv.store import QUANTIZED, DenseStore
 from kvkeep.types import EMPTY, AttentionOptions
 
@@ -58,11 +58,12 @@ def places():
 def alike(kind, found, wanted, part):
     """Whether a store of this kind gives back a vector; ``part``: 0 for a key, 1 for a value.
 
-    Codes err by at most half a step of the greatest channel in each channel, before a key is turned back.
+    Codes err by at most half a step of the channels' range in each channel, before a key is turned back.
     """
     if kind.bits is None:
         return torch.equal(found.to(wanted.dtype), wanted)
-    step = wanted.float().norm() / GREATEST[kind.bits[part]]
+    least, greatest = CODES[kind.bits[part]]
+    step = 2 * wanted.float().norm() / (greatest - least)
     rounding = 2 * torch.finfo(found.dtype).eps * wanted.float().norm()
     return bool((found.float() - wanted.float()).norm() <= 0.505 * step * len(wanted) ** 0.5 + rounding)
 

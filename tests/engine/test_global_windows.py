@@ -11,6 +11,7 @@ import torch
 
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, UnsupportedOperationError, backends
+from kvkeep.cache import layer_layout
 from kvkeep.engine import Engine, Request, swapping
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
@@ -271,6 +272,16 @@ def test_an_engine_gives_the_tokens_of_a_cache_where_windows_leave_slots(rule):
     how = {"head_budget": rule, "layer_budget": "sliding:0.5"}
     requests = asked()
     assert tokens(engine_of(**how), requests) == [alone(request, **how) for request in requests]
+
+
+def test_a_memory_in_which_heads_share_is_refused_where_they_cannot(monkeypatch):
+    """As in a model that is split over processes, where the policy's own rule gives way."""
+    shared = Engine(model("gemma3"), policy="reread:later", budget=24, rows=1).session()
+    shared.ask(prompt_of(1, 60), SamplingParams(max_new_tokens=2))
+    monkeypatch.setattr(layer_layout, "joint_refusal", lambda **_: "a model that is split over processes")
+    elsewhere = Engine(model("gemma3"), policy="reread:later", budget=24, rows=1)
+    (found,) = elsewhere.generate(Request(prompt=prompt_of(2, 9), snapshot=shared.snapshot()))
+    assert "not split over processes" in found.error
 
 
 def test_a_policy_s_own_rule_for_heads_gives_way_where_a_cache_cannot_have_it():

@@ -318,6 +318,10 @@ def test_profiles_that_do_not_fit_are_refused(profile, tmp_path):
     config = model("llama").config
     with pytest.raises(InputError, match="A profile gives every layer its budget: leave out `layer_budget`"):
         BoundedCache(config, "h2o", 40, head_budget=profile, layer_budget="ramp:0.2")
+    with pytest.raises(InputError, match="A profile gives every layer its budget: leave out `layer_budget`"):
+        BoundedCache(config, "h2o", 40, head_budget=profile, layer_budget="sliding:0.5")
+    # a memory says its policy's own rule for layers
+    assert BoundedCache(config, "reread:later", 40, head_budget=profile, layer_budget="sliding:0.25")
     with pytest.raises(InputError):
         BoundedCache(config, "h2o", 40, head_budget=f"profile:{tmp_path / 'nothing'}")
     with pytest.raises(InputError, match="belongs to another model"):

@@ -106,6 +106,12 @@ def test_lines_with_bits_and_budgets_find_their_rows():
     assert (other["h2o at 20%"][0], other["h2o at 60%"][0], other["h2o at 4%"][0]) == ("– | 90.0", "– | 30.0", "–")
 
 
+def test_a_line_names_all_that_its_policy_is_run_with():
+    """As `Setup.differences` does."""
+    assert read_line("tova@global:0.1@4 at 20%") == ("tova", "head-budget=global:0.1,kv-bits=4", "20%")
+    assert read_line("tova@16") == ("tova", "", None)
+
+
 def test_an_unknown_recipe_and_a_quick_run_of_none():
     with pytest.raises(InputError, match=r"Did you mean 'h2o-table[26]'"):
         find("h2o-table3")

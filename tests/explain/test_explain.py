@@ -129,6 +129,15 @@ def test_other_kinds_of_policies(policy):
     assert ledger.total[:, : ledger.read].isfinite().all()
 
 
+def test_layers_share_a_budget_in_chunks_too():
+    """As they do in an engine, and so in ``kvkeep remember --prefill-chunk``."""
+    found = kvkeep.explain(
+        None, text(150), question="What?", case="later", budget=60, prefill_chunk=32, max_new_tokens=1
+    )
+    assert found.runs[0].policy == "reread:later"
+    assert len(set(found.runs[0].ledger.answered.budgets)) > 1
+
+
 def test_a_model_of_your_own_is_left_as_it_was():
     model, tokenizer = kvkeep.load()
     before = copy.deepcopy(dict(model.named_parameters()))

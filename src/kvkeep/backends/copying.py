@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.backends.base import AttentionInputs, Backend, SecondReading, SlotLimits
 from kvkeep.kv.pooled_store import PoolSlots
-from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, LazySlots
 from kvkeep.types import EMPTY, Budget, Report, Slots
 
 
@@ -38,7 +38,7 @@ def in_codes(backend: Backend, *, turned: bool) -> Backend:
 
     Args:
         backend: does the work.
-        turned: whether the backend turns keys to their ranks, which needs them as they were before `hadamard`.
+        turned: whether the backend turns keys to their ranks, which needs them as they were before `KeyTransform`.
     """
     return backend if backend.codes else Copying(backend) if turned else Decoding(backend)
 
@@ -93,16 +93,16 @@ class Copying(Backend):
 
 
 class Decoding(Copying):
-    """Any backend over slots that hold codes. The query is turned like the keys, which are not turned back."""
+    """Any backend over slots that hold codes. Not the keys but the query is changed, see `KeyTransform`."""
 
     name = "decoding"
 
     def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """Attend with the inner backend, over a copy of quantized slots whose keys keep the Hadamard turn; the query
-        is turned, too.
+        """Attend with the inner backend, over a copy of quantized slots whose keys are as they were coded, with the
+        query that belongs to such keys.
         """
         if isinstance(slots := inputs.slots, CodedSlots):
-            inputs = inputs._replace(query=hadamard(inputs.query), slots=slots.rotated())
+            inputs = inputs._replace(query=slots.transform.query(inputs.query), slots=slots.transformed())
         return self.backend.attend(inputs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -269,6 +269,15 @@ class BoundedCache(PhasedCache):
             InputError: the profile of the heads' budgets was made with other weights.
         """
         self.row_snapshots.feeds(weights)
+
+    def scale_keys(self, exponents: Mapping[int, Int[Tensor, "Hk D"]]) -> None:
+        """Set the powers of two by which keys of 4 bits are divided, by layer number. An attached model calls it.
+
+        Rows that hold tokens keep theirs.
+        """
+        layers = self.bounded_layers()
+        for number in layers.keys() & exponents.keys():
+            layers[number].scale_keys(exponents[number])
 
     def check_adapters(self) -> None:
         """Refuse to go on if the model's adapters were switched since the cache was last fed. An attached model calls

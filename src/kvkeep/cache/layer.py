@@ -175,6 +175,7 @@ class Layer:
         budgets: the budget asked for, at most the window; one number, or one per row.
         rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
         heads: which of the layer's KV heads this process holds; by default all.
+        key_exponents: see `kvkeep.kv.slot_codec.KeyTransform`; ``None``: all are 0.
         plan: what the block is made of.
         paths: how decode steps are made; `DecodePaths.path` is the path of the last one.
     """
@@ -211,6 +212,7 @@ class Layer:
         store = store_for(policy, self.budgets, kv_bits)
         self.plan = BlockPlan(policy, index, store, sequences, pins)
         self.heads: Heads = ALONE
+        self.key_exponents: Int[Tensor, "Hk D"] | None = None
         self.rotary: Rotation | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
@@ -226,6 +228,13 @@ class Layer:
         self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
         if self.allocated:
             self.block.clear()
+            self.block.scale_keys(self.key_exponents, slice(None))
+
+    def scale_keys(self, exponents: Int[Tensor, "Hk D"]) -> None:
+        """Set the powers of two by which keys are divided in rows that hold no token, now and later."""
+        self.key_exponents = exponents
+        if self.allocated:
+            self.block.scale_keys(exponents, self.block.seen == 0)
 
     def mend(self, moves: int) -> None:
         """Mark the layer as intact after its block was filled anew, and drop steps that wait for other layers.
@@ -285,7 +294,9 @@ class Layer:
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """Return an empty block for keys and values like these. The layer does not use it yet."""
-        return self.plan.block(keys, values, budgets=self.budgets, heads=self.heads, together=self._together)
+        block = self.plan.block(keys, values, budgets=self.budgets, heads=self.heads, together=self._together)
+        block.scale_keys(self.key_exponents, slice(None))
+        return block
 
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
         """Work on this block from now on. It has seen ``columns`` columns; ``own`` says that it has the layer's

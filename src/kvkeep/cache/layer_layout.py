@@ -113,22 +113,23 @@ class Layout:
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
-        how = policy.defaults.layer_budget if layer_budget is None else layer_budget
+        own = policy.defaults.layer_budget  # which may depend on the rule for heads
+        how = own if layer_budget is None else layer_budget
         rotations: Rotations = {}
         if mode == "slot":
             rotations = slot_rotations(config)
         elif policy.unrotates or policy.needs_rotary:
             rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
         policy, heads = under(policy, head_budget), Heads.of(config)
+        asked = layer_budget not in (None, own)
+        profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
         # the heads of all layers can share what layers with sliding windows leave
         beside_windows = str(how).startswith("sliding")
-        asked = layer_budget not in (None, policy.defaults.layer_budget) and not beside_windows
-        profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
         policy = beside(policy, profile, list(windows))
         why = joint_refusal(
             windows=bool(windows) and all(windows.values()),
             chunk=bool(prefill_chunk),
-            layer_budget=asked,
+            layer_budget=asked and not beside_windows,
             split=heads != ALONE,
         )
         if why and policy.shares_layers:

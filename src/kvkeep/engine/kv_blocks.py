@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.budget import Number, by_head
@@ -81,16 +82,23 @@ class Blocks:
         kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the dtype of
         ``like``.
         among: which KV heads this process holds; by default all.
+        exponents: of the keys of each layer, see `kvkeep.kv.slot_codec.KeyTransform`; by default all are 0.
 
     Attributes:
         version: incremented before tensors are replaced or added.
     """
 
     def __init__(
-        self, policies: Sequence[Policy], like: Sequence[Slots], *, kv_bits: str | None = None, among: Heads = ALONE
+        self,
+        policies: Sequence[Policy],
+        like: Sequence[Slots],
+        *,
+        kv_bits: str | None = None,
+        among: Heads = ALONE,
+        exponents: Sequence[Int[Tensor, "Hk D"]] = (),
     ) -> None:
         self._policies, self._like, self._kv_bits, self.version = policies, like, kv_bits, 0
-        self._among = among
+        self._among, self._exponents = among, exponents
         if len({_kinds(slots) for slots, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
             raise UnsupportedOperationError(
                 "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
@@ -125,6 +133,12 @@ class Blocks:
         for layers in self._alike(budgets):
             self._stacks.append(Stack(self._block(count, layers, budgets), layers, count))
         self._divide()
+        self._scale_keys(slice(None))
+
+    def _scale_keys(self, rows: slice) -> None:
+        """Give empty rows the layers' exponents of keys."""
+        for block, exponents in zip(self._blocks, self._exponents, strict=False):
+            block.scale_keys(exponents, rows)
 
     def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
         """Group the layers into stacks, and return the layer numbers of each: all layers that share a budget, layers of
@@ -176,6 +190,7 @@ class Blocks:
         for stack in self._stacks:
             stack.block.sequences[stack.of(row)] = sequence
         self.clear(row)
+        self._scale_keys(slice(row, row + 1))
 
     def clear(self, row: int) -> None:
         """Empty a row in all layers."""
@@ -243,8 +258,9 @@ class Blocks:
                 continue
             if any(isinstance(copy.budget, tuple) for copy in mine):
                 raise BudgetError(
-                    f"The memory has a budget for each KV head, and under {policy} all heads of a layer have the same. "
-                    "Use the policy that the memory was made under, or read the text again."
+                    f"The memory has a budget for each KV head, and here, under {policy}, all heads of a layer "
+                    "have the same. Use the policy and the rule for heads that the memory was made under, with a model "
+                    "that is not split over processes, or read the text again."
                 )
             check_rows(block, mine)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvkeep import budget as ratios
-from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.kv.slot_codec import check_bits
@@ -200,12 +200,29 @@ def _arm(text: str) -> PolicyArm:
         if word.partition(":")[0] in (*_head_budgets.RULES, _head_budgets.PROFILE):
             _head_budgets.parsed(word)
             kind, value = "head_budget", word
-        else:  # `check_bits` returns nothing for 16, and here nothing means that no bits were named
-            kind, value = "kv_bits", check_bits(word.removesuffix("bit")) or "16"
+        else:
+            kind, value = "kv_bits", _bits(text, word)
         if kind in named:
             raise PolicyError(f"{text!r:.80} names {kind} twice; write {policy}@{named[kind]} or {policy}@{value}.")
         named[kind] = value
     return PolicyArm(parse(policy), **named)
+
+
+def _bits(text: str, word: str) -> str:
+    """Return the bits that a word of an arm says.
+
+    Raises:
+        InputError: slots cannot have that number of bits, or the word is meant for a rule that does not exist.
+    """
+    try:
+        # `check_bits` returns nothing for 16, and here nothing means that no bits were named
+        return check_bits(word.removesuffix("bit")) or "16"
+    except InputError as error:
+        rules = ", ".join(_head_budgets.RULES)
+        raise InputError(
+            f"{text!r:.80}: {word!r:.40} after @ is neither a number of bits (8, 4, k8v4, 16) nor a rule for heads "
+            f"({rules} or {_head_budgets.PROFILE}:FILE)."
+        ) from error
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:

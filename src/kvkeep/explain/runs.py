@@ -224,7 +224,8 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
         work: is told of each step.
     """
     heard: dict[int, Heard] = {}
-    cache = BoundedCache(model.config, overheard(policy, heard.__setitem__), budget, prefill_chunk=prompt.chunk)
+    # chunks go through all layers, as in an engine: those of a cache would keep layers from sharing a budget
+    cache = BoundedCache(model.config, overheard(policy, heard.__setitem__), budget)
     watches = wrap_layers(cache, lambda layer: BoundedAttention(layer, prompt.length))
     ledger, read, ids = Ledger.of(0, prompt.length), 0, list[int]()
     pieces = [(piece, Phase.PREFILL) for piece in prompt.chunks()]

@@ -16,7 +16,7 @@ from kvkeep import pins as spans
 from kvkeep.errors import PolicyError, ShapeError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.slot_codec import Beside, LazySlots, LazyView, Tokens
+from kvkeep.kv.slot_codec import EXPONENTS, Beside, LazySlots, LazyView, Tokens
 from kvkeep.kv.store import DenseStore, Store
 from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, State, Turning, View, bytes_of
 
@@ -167,6 +167,15 @@ class Block:
         self.seen[row] = self.prompt[row] = self.lost[row] = 0
         if self.pins is not None:
             self.pins[row] = spans.LAST
+
+    def scale_keys(self, exponents: Int[Tensor, "Hk D"] | None, rows: Bool[Tensor, " B"] | slice) -> None:
+        """Set the powers of two by which the keys of empty rows will be divided; ``None``: 1.
+
+        Do nothing if keys are stored without, see `kvkeep.kv.slot_codec.KeyTransform`.
+        """
+        held = self.store.per_row().get(EXPONENTS)
+        if held is not None:
+            held[rows] = 0 if exponents is None else exponents.to(held.device)
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """Return the positions that the next ``T`` tokens of each row will have, -1 for padding. Nothing is counted."""
@@ -323,7 +332,8 @@ class Block:
         """Return the memory usage, summed over the tensors. The formula is in ``docs/layouts.md``."""
         if not self.store.room:
             return MemoryUsage()  # no rows
-        everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
+        everything = bytes_of(self.per_row().values())
+        slots = bytes_of(tensor for name, tensor in self.store.per_row().items() if name != EXPONENTS)
         per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
         return MemoryUsage(
             allocated_bytes=everything,

@@ -14,9 +14,10 @@ from kvkeep import budget as budgets
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.slot_codec import EXPONENTS
 from kvkeep.types import EMPTY, MemoryUsage
 
-_OF_HEADS = ("store.starts", "store.sizes", "lost", "budget")
+_OF_HEADS = ("store.starts", "store.sizes", f"store.{EXPONENTS}", "lost", "budget")
 _OF_LAYERS = ("seen", "prompt")
 """Tensors whose second axis is the heads of all layers, besides the state of heads, and the layers."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.kv.slot_codec import LazySlots, Tokens, Vectors, nothing
+from kvkeep.kv.slot_codec import KeyTransform, LazySlots, Tokens, Vectors, nothing
 from kvkeep.kv.store import QUANTIZED, DenseStore, Store, by_bits
 from kvkeep.types import EMPTY, Slots, View
 
@@ -84,7 +85,8 @@ class PoolSlots(LazySlots):
         ``None``: all can.
         """
         self.forget()
-        entry, (new, usable) = self.entries.gather(-1, slot), Vectors.of(keys, values, self.pool.bits)
+        entry = self.entries.gather(-1, slot)
+        new, usable = Vectors.of(keys, values, self.pool.bits, self.pool.transform)
         for name, pool in self.pool.tensors.items():
             put_back(pool, entry, new.tensors[name].to(pool.dtype))
         return usable
@@ -165,7 +167,8 @@ class PooledStore(Store):
         B, Hk = like_keys.shape[:2]
         # the last entry belongs to no head: slots beyond the end of a range point to it, and it stays empty
         P = Hk * capacity + 1
-        self.vectors = Vectors.blank(like_keys[:, 0], like_values[:, 0], P, self.bits)
+        blank = Vectors.blank(like_keys[:, 0], like_values[:, 0], P, self.bits)
+        self.vectors = replace(blank, transform=KeyTransform.blank(like_keys, self.bits))
         self.entries = torch.full((B, P), EMPTY, dtype=torch.int32, device=like_keys.device)
         self.sizes = torch.full((B, Hk), capacity, dtype=torch.int64, device=like_keys.device)
         self.starts = self.sizes.cumsum(dim=1) - self.sizes
@@ -286,11 +289,14 @@ class PooledStore(Store):
 
     def wider(self, capacity: int) -> PooledStore:
         """Return an empty store with more slots, divided equally, for the same rows."""
-        return type(self)(*self.no_token(), capacity)
+        wide = type(self)(*self.no_token(), capacity)
+        wide.vectors = replace(wide.vectors, transform=self.vectors.transform)
+        return wide
 
     def per_row(self) -> dict[str, Tensor]:
         """Return every tensor of the store by name, not copied. The first axis of each tensor is the rows."""
-        return {**self.vectors.tensors, "entries": self.entries, "starts": self.starts, "sizes": self.sizes}
+        own = {"entries": self.entries, "starts": self.starts, "sizes": self.sizes}
+        return {**self.vectors.tensors, **self.vectors.of_rows, **own}
 
     def over(self, tensors: Mapping[str, Tensor]) -> PooledStore:
         """Return a pooled store over other tensors, named as in `per_row`."""
@@ -339,7 +345,7 @@ class OpenedPool(Store):
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
-        self.put(*Vectors.of(keys, values, self.bits), positions)
+        self.put(*Vectors.of(keys, values, self.bits, self.pool.vectors.transform), positions)
 
     def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
         """Write stored vectors into the first slots of each head, and empty the others.
@@ -410,10 +416,10 @@ class OpenedPool(Store):
 
         The first axis of each is the rows.
         """
-        return {**self._first(self.capacity).tensors, "positions": self.positions}
+        return {**self._first(self.capacity).tensors, **self.pool.vectors.of_rows, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """Return the names of all tensors, since each has one entry per slot."""
+        """Return the names of the tensors with one entry per slot: all but the exponents of keys."""
         return (*self.pool.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> Store:

@@ -186,7 +186,7 @@ def _put_in_pool(block: Block, copy: RowCopy) -> None:
     stored = {name.removeprefix("store."): x[None] for name, x in tensors.items() if name.startswith("store.")}
     opened.store.put(opened.store.pool.vectors.over(stored), None, copy.positions[None])
     for name, held in opened.per_row().items():
-        if name in tensors and not name.startswith("store."):
+        if name in tensors and not (name.startswith("store.") and name in copy.cut):
             (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])
     block.close(opened)
 

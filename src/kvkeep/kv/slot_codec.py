@@ -103,12 +103,16 @@ def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
 
 # Keys and values in 8 or 4 bits per number: the codes, and slots that hold them.
 #
-# Each token has one scale for a group of channels, so that a slot is overwritten in place without a look at its
-# neighbours. Keys are multiplied with a Hadamard matrix before they are coded. It spreads a channel that is much larger
-# than the others over its whole block. ``docs/quantised.md`` says why, and draws the layout.
+# Each token has one scale (at 4 bits and one offset) for a group of channels, so that a slot is overwritten in place
+# without a look at its neighbours. Keys are multiplied with a Hadamard matrix before they are coded. It spreads a
+# channel that is much larger than the others over its whole block. Before that, at 4 bits, channels are scaled by how
+# much queries make of them. ``docs/quantised.md`` says why, and draws the layout.
 
-GREATEST = {8: 127, 4: 7}
-"""The greatest code by number of bits. The least is its negative."""
+CODES = {8: (-127, 127), 4: (0, 15)}
+"""The least and the greatest code by number of bits."""
+
+HALVES = {8: 1, 4: 2}
+"""Numbers in float16 that a group of channels has by number of bits: its scale, and at 4 bits its offset."""
 
 NUMBERS = {8: torch.int8, 4: torch.uint8}
 """The dtype of a vector's numbers."""
@@ -116,28 +120,44 @@ NUMBERS = {8: torch.int8, 4: torch.uint8}
 KV_BITS = {"8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
 """Bits of a key's numbers and of a value's, by the name of the setting."""
 
-_LARGEST_SCALE = torch.finfo(torch.float16).max
+Bits: TypeAlias = tuple[int, int] | None
+"""Bits of a key's numbers and of a value's, see `KV_BITS`; ``None``: both have the model's dtype."""
+
+EXPONENTS = "key_exponents"
+"""The name of `KeyTransform.exponents` among the tensors of a store."""
+
+MOST_EXPONENT = 15
+"""The largest size of an exponent."""
+
+_SCALED = 4
+"""Bits of the keys that have exponents."""
+
+_LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class Codes(NamedTuple):
-    """Vectors as whole numbers and scales: channel = number * scale of its group.
+    """Vectors as whole numbers: channel = number * scale, and at 4 bits + offset, both of the channel's group.
 
     Attributes:
         numbers: at 8 bits one number per channel. At 4 bits two numbers, 0 to 15, per byte: byte ``i`` of a group of
-            ``g`` channels holds channel ``i`` in its low half and channel ``g / 2 + i`` in its high half, each with 8
-            added to it.
-        scales: one per group of channels.
+            ``g`` channels holds channel ``i`` in its low half and channel ``g / 2 + i`` in its high half.
+        scales: the scale of each group of channels; at 4 bits its offset follows it.
         bits: 8 or 4.
     """
 
     numbers: Int8[Tensor, "B Hk S D"] | UInt8[Tensor, "B Hk S half_D"]
-    scales: Float[Tensor, "B Hk S groups"]
+    scales: Float[Tensor, "B Hk S halves"]
     bits: int
 
     @property
     def dim(self) -> int:
         """Return the number of channels of a vector."""
         return self.numbers.shape[-1] * (8 // self.bits)
+
+    @property
+    def group(self) -> int:
+        """Return the number of channels that share a scale."""
+        return self.dim * HALVES[self.bits] // self.scales.shape[-1]
 
 
 def check_bits(kv_bits: object) -> str | None:
@@ -155,6 +175,11 @@ def check_bits(kv_bits: object) -> str | None:
         f"kv_bits={kv_bits!r:.40} is no number of bits that slots can have: give 8, 4, k8v4 (keys in 8 bits, values "
         "in 4), or 16 for the model's dtype."
     )
+
+
+def scales_keys(kv_bits: str | None) -> bool:
+    """Return whether keys have exponents in slots of these bits (a name of `KV_BITS`), see `KeyTransform`."""
+    return kv_bits is not None and KV_BITS[kv_bits][0] == _SCALED
 
 
 def check_dim(dim: int, bits: int) -> None:
@@ -178,54 +203,109 @@ def group_size(dim: int) -> int:
     return next((size for size in (64, 32) if dim % size == 0), dim)
 
 
-def groups(dim: int) -> int:
-    """Return the number of scales that a vector of ``dim`` channels has."""
-    return dim // group_size(dim)
+def scale_halves(dim: int, bits: int) -> int:
+    """Return how many numbers in float16 a vector of ``dim`` channels has beside its codes, see `HALVES`."""
+    return dim // group_size(dim) * HALVES[bits]
 
 
 def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
     """Quantize vectors in groups of channels. A group that holds NaN or an infinity becomes zeros.
 
-    In float32: ``scale = float16(max |x| / greatest)``, at most the largest finite float16, and ``code = round(x /
-    scale)`` with halves to even, at most the greatest. A scale of 0 has codes 0.
+    In float32: at 8 bits ``scale = float16(max |x| / 127)`` and the offset is 0. At 4 bits ``offset = float16(min x)``
+    and ``scale = float16((max x - offset) / 15)``. Both are limited to finite float16, and a scale is never negative.
+    ``code = round((x - offset) / scale)`` with halves to even, limited to the least and the greatest code. A scale of 0
+    has codes 0.
 
     Args:
         x: vectors. At 4 bits their length must be even.
         bits: 8 or 4.
     """
-    dim, greatest = x.shape[-1], GREATEST[bits]
-    grouped = x.float().unflatten(-1, (-1, group_size(dim)))
-    largest: Tensor = grouped.abs().amax(dim=-1, keepdim=True)  # NaN if any channel is
-    scales = (largest / greatest).clamp(max=_LARGEST_SCALE).half()
-    scales = scales.masked_fill(~largest.isfinite(), 0.0)
+    (least, greatest), grouped = CODES[bits], x.float().unflatten(-1, (-1, group_size(x.shape[-1])))
+    grouped = grouped.masked_fill(~grouped.isfinite().all(dim=-1, keepdim=True), 0.0)
+    if bits == 8:
+        offsets, spread = None, grouped.abs().amax(dim=-1, keepdim=True)
+    else:
+        # - 0.0 + 0.0 = 0.0: the offset of a group of zeros has one sign
+        offsets = (grouped.amin(dim=-1, keepdim=True) + 0.0).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+        spread = grouped.amax(dim=-1, keepdim=True) - offsets.float()
+        grouped = grouped - offsets.float()
+    scales = (spread / greatest).clamp(0.0, _LARGEST_HALF).half()
     # 0 / 0 in a group of zeros, and in one that cannot be coded
     # clamped, since half precision may have rounded a scale down
-    numbers = (grouped / scales.float()).round().clamp(-greatest, greatest).masked_fill(scales == 0, 0.0)
-    if bits == 4:
-        # two numbers in a byte, stored without their sign
-        low, high = (numbers + 8).to(torch.uint8).chunk(2, dim=-1)
-        return Codes((low | (high << 4)).flatten(-2), scales.squeeze(-1), bits)
-    return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
+    numbers = (grouped / scales.float()).round().clamp(least, greatest).masked_fill(scales == 0, 0.0)
+    if offsets is None:
+        return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
+    low, high = numbers.to(torch.uint8).chunk(2, dim=-1)
+    return Codes((low | (high << 4)).flatten(-2), torch.cat([scales, offsets], dim=-1).flatten(-2), bits)
 
 
-def encode_keys(keys: Float[Tensor, "*B D"], bits: int) -> Codes:
-    """Multiply keys with `hadamard`, then quantize them."""
-    return encode(hadamard(keys.float()), bits)
+class KeyTransform(NamedTuple):
+    """What is done to a key before it is coded, and to a query before it meets coded keys.
+
+    Each channel of a key is divided by a power of two, and that of a query multiplied with it, which changes no
+    product. So channels of which queries make little take little of the codes' range. Then both are multiplied with
+    `hadamard`, which changes no product either.
+
+    Attributes:
+        exponents: of the powers of two; ``None``: all are 0.
+    """
+
+    exponents: Int8[Tensor, "B Hk D"] | None = None
+
+    @classmethod
+    def blank(cls, like: Float[Tensor, "B Hk _ D"], bits: Bits) -> KeyTransform:
+        """Return exponents of 0 for keys like these if they have 4 bits. Keys of more bits do without any."""
+        if bits is None or bits[0] != _SCALED:
+            return cls()
+        return cls(like.new_zeros((*like.shape[:2], like.shape[3]), dtype=torch.int8))
+
+    def keys(self, keys: Float[Tensor, "B Hk n D"]) -> Float[Tensor, "B Hk n D"]:
+        """Return keys as they are coded, in float32."""
+        return hadamard(self.scaled(keys.float(), -1))
+
+    def restored(self, keys: Float[Tensor, "B Hk n D"]) -> Float[Tensor, "B Hk n D"]:
+        """Return the keys that `keys` was given, in float32."""
+        return self.scaled(hadamard(keys.float()), 1)
+
+    def query(self, query: Float[Tensor, "B Hq T D"]) -> Float[Tensor, "B Hq T D"]:
+        """Return queries whose products with coded keys are those of the given ones with the keys."""
+        return hadamard(self.scaled(query.float(), 1)).to(query.dtype)
+
+    def scaled(self, x: Float[Tensor, "B H n D"], sign: int) -> Float[Tensor, "B H n D"]:
+        """Return queries multiplied with the powers of two (``sign`` 1), or keys divided by them (-1).
+
+        Query heads have the powers of their KV head.
+        """
+        if self.exponents is None:
+            return x
+        # the bits of a float32; pow and exp2 are not exact everywhere
+        powers = ((127 + sign * self.exponents.int()) << 23).view(torch.float32)
+        return x * powers.repeat_interleave(x.shape[1] // powers.shape[1], dim=1)[:, :, None]
+
+
+_PLAIN = KeyTransform()
+
+
+def encode_keys(keys: Float[Tensor, "B Hk n D"], bits: int, transform: KeyTransform = _PLAIN) -> Codes:
+    """Quantize keys after `KeyTransform.keys`."""
+    return encode(transform.keys(keys), bits)
 
 
 def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
     """Return quantized vectors in a dtype, computed in float32."""
-    numbers = codes.numbers.unflatten(-1, (codes.scales.shape[-1], -1))
-    if codes.bits == 4:
-        numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1).to(torch.int8) - 8
-    return _finite((numbers * codes.scales.float()[..., None]).flatten(-2), dtype)
+    halves = codes.scales.float().unflatten(-1, (-1, HALVES[codes.bits]))
+    numbers = codes.numbers.unflatten(-1, (halves.shape[-2], -1))
+    if codes.bits == 8:
+        return _finite((numbers * halves).flatten(-2), dtype)
+    numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1)
+    return _finite((numbers * halves[..., :1] + halves[..., 1:]).flatten(-2), dtype)
 
 
 def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
     """Cast decoded vectors to a dtype. In float16, what rounding has made too large becomes the largest finite
     number.
     """
-    return x.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(dtype) if dtype == torch.float16 else x.to(dtype)
+    return x.clamp(-_LARGEST_HALF, _LARGEST_HALF).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def hadamard(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
@@ -273,7 +353,7 @@ def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
     """
     *rows, _, dim = like.shape
     check_dim(dim, bits)
-    scales = like.new_zeros((*rows, slots, groups(dim)), dtype=torch.float16)
+    scales = like.new_zeros((*rows, slots, scale_halves(dim, bits)), dtype=torch.float16)
     return Codes(like.new_zeros((*rows, slots, dim * bits // 8), dtype=NUMBERS[bits]), scales, bits)
 
 
@@ -283,41 +363,49 @@ class CodedSlots(LazySlots):
     ``keys`` and ``values`` are copies in the model's dtype, keys turned back. Only `write` changes the codes.
 
     Attributes:
-        coded_keys: codes of the keys after `hadamard`.
+        coded_keys: codes of the keys after `transform`.
         coded_values: codes of the values.
         dtype: the model's dtype.
+        transform: what was done to the keys.
     """
 
     coded_keys: Codes
     coded_values: Codes
     dtype: torch.dtype
+    transform: KeyTransform
 
     @classmethod
-    def of(cls, keys: Codes, values: Codes, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype) -> CodedSlots:
+    def of(
+        cls,
+        keys: Codes,
+        values: Codes,
+        positions: Int[Tensor, "B Hk S"],
+        dtype: torch.dtype,
+        transform: KeyTransform = _PLAIN,
+    ) -> CodedSlots:
         """Return slots with these quantized keys and values.
 
         Args:
-            keys: codes of the keys after `hadamard`.
+            keys: codes of the keys after ``transform``.
             values: codes of the values.
             positions: true positions.
             dtype: the model's dtype.
+            transform: what was done to the keys.
         """
         made = cls(*nothing(positions), positions)
-        made.coded_keys, made.coded_values, made.dtype = keys, values, dtype
+        made.coded_keys, made.coded_values, made.dtype, made.transform = keys, values, dtype, transform
         return made
 
     def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
-        """Make a copy of the keys, turned back."""
-        return _finite(hadamard(decode(self.coded_keys, torch.float32)), self.dtype)
+        """Make a copy of the keys as they were before ``transform``."""
+        return _finite(self.transform.restored(decode(self.coded_keys, torch.float32)), self.dtype)
 
     def copy_values(self) -> Float[Tensor, "B Hk S E"]:
         """Make a copy of the values."""
         return decode(self.coded_values, self.dtype)
 
-    def rotated(self) -> Slots:
-        """Return decoded copies whose keys are still multiplied with `hadamard`. Queries must be multiplied with it
-        as well.
-        """
+    def transformed(self) -> Slots:
+        """Return copies side by side in which the keys are as they were coded, for `KeyTransform.query`."""
         return Slots(decode(self.coded_keys, self.dtype), self.values, self.positions)
 
     def write(
@@ -325,8 +413,9 @@ class CodedSlots(LazySlots):
     ) -> Bool[Tensor, "B Hk 1"]:
         """Quantize one token of each head into the given slots. Return which heads can use theirs, see `finite`."""
         self.forget()
-        for x, held, code in ((keys, self.coded_keys, encode_keys), (values, self.coded_values, encode)):
-            for target, content in zip(held[:2], code(x, held.bits)[:2], strict=True):
+        coded = encode_keys(keys, self.coded_keys.bits, self.transform), encode(values, self.coded_values.bits)
+        for held, new in zip((self.coded_keys, self.coded_values), coded, strict=True):
+            for target, content in zip(held[:2], new[:2], strict=True):
                 target.scatter_(2, slot[..., None].expand(content.shape), content)
         return finite(keys, values)
 
@@ -340,9 +429,6 @@ def finite(keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -
 #
 # Slots side by side and pools that heads share hold the same tensors, which are described here once.
 
-Bits: TypeAlias = tuple[int, int] | None
-"""Bits of a key's numbers and of a value's, see `KV_BITS`; ``None``: both have the model's dtype."""
-
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
@@ -351,15 +437,17 @@ class Vectors:
     All tensors have the same axes of tokens. The last axis has the channels, or what stands for them.
 
     Attributes:
-        tensors: ``keys`` and ``values``; if they are codes (keys after `hadamard`), ``key_scales`` and
+        tensors: ``keys`` and ``values``; if they are codes (keys after ``transform``), ``key_scales`` and
             ``value_scales`` as well.
         dtypes: the model's dtypes of keys and values.
         bits: bits of keys and values.
+        transform: what is done to keys before they are coded.
     """
 
     tensors: Mapping[str, Tensor]
     dtypes: tuple[torch.dtype, torch.dtype]
     bits: Bits = None
+    transform: KeyTransform = _PLAIN
 
     @classmethod
     def blank(
@@ -378,7 +466,11 @@ class Vectors:
 
     @classmethod
     def of(
-        cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits
+        cls,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        bits: Bits,
+        transform: KeyTransform = _PLAIN,
     ) -> tuple[Vectors, Bool[Tensor, "B Hk n"] | None]:
         """Return new tokens in their stored form, and a mask of those that may take a slot, see `finite`; ``None``:
         all.
@@ -386,7 +478,8 @@ class Vectors:
         dtypes = keys.dtype, values.dtype
         if bits is None:
             return cls({"keys": keys, "values": values}, dtypes), None
-        return cls(_named(encode_keys(keys, bits[0]), encode(values, bits[1])), dtypes, bits), finite(keys, values)
+        coded = _named(encode_keys(keys, bits[0], transform), encode(values, bits[1]))
+        return cls(coded, dtypes, bits, transform), finite(keys, values)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -414,9 +507,18 @@ class Vectors:
         keys, values = (like.new_empty((rows, heads, 0, dim), dtype=dtype) for dim, dtype in pairs)
         return keys, values
 
+    @property
+    def of_rows(self) -> dict[str, Tensor]:
+        """Return the tensors that belong to rows as a whole: ``key_exponents``, if keys have any."""
+        return {} if self.transform.exponents is None else {EXPONENTS: self.transform.exponents}
+
     def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
-        """Return the same kind of vectors in other tensors, named as in ``tensors``. Other names are left out."""
-        return replace(self, tensors={name: tensors[name] for name in self.tensors})
+        """Return the same kind of vectors in other tensors, named as in ``tensors`` and `of_rows`.
+
+        Other names are left out. Without exponents among them these stay as they are.
+        """
+        transform = KeyTransform(tensors[EXPONENTS]) if EXPONENTS in tensors else self.transform
+        return replace(self, tensors={name: tensors[name] for name in self.tensors}, transform=transform)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
         """Return the same kind of vectors with ``change`` applied to every tensor."""
@@ -427,10 +529,9 @@ class Vectors:
         keys, values = self.tensors["keys"], self.tensors["values"]
         if self.bits is None:
             return Slots(keys, values, positions)
-        codes = Codes(keys, self.tensors["key_scales"], self.bits[0])
-        return CodedSlots.of(
-            codes, Codes(values, self.tensors["value_scales"], self.bits[1]), positions, self.dtypes[0]
-        )
+        key_codes = Codes(keys, self.tensors["key_scales"], self.bits[0])
+        value_codes = Codes(values, self.tensors["value_scales"], self.bits[1])
+        return CodedSlots.of(key_codes, value_codes, positions, self.dtypes[0], self.transform)
 
     def beside(
         self, positions: Int[Tensor, "B Hk n"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]
@@ -465,9 +566,15 @@ class Tokens:
     usable: Bool[Tensor, "B Hk m"] | None = None
 
     @classmethod
-    def new(cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits = None) -> Tokens:
+    def new(
+        cls,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        bits: Bits = None,
+        transform: KeyTransform = _PLAIN,
+    ) -> Tokens:
         """Return tokens, none of which is in a slot yet."""
-        return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
+        return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits, transform)[0], keys, values)
 
     def apart(self) -> Tokens:
         """Return tokens that stay as they are when the slots are overwritten."""
@@ -485,7 +592,7 @@ class Tokens:
             usable = None if self.usable is None else self.usable.gather(-1, order)
             return replace(self, held=self.held.each(lambda held: _gathered(held, order)), usable=usable)
         keys, values = (_gathered(x, order - n) for x in (self.keys, self.values))
-        found, usable = Vectors.of(keys, values, self.held.bits)
+        found, usable = Vectors.of(keys, values, self.held.bits, self.held.transform)
         if n:
             # held tokens keep their codes: a second rounding would change them
             old, held = order < n, self.held.tensors

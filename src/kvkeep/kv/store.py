@@ -6,6 +6,7 @@ import abc
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import ClassVar, ParamSpec, TypeVar, cast
 
 import torch
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.kv.slot_codec import KV_BITS, Bits, CodedSlots, Tokens, Vectors
+from kvkeep.kv.slot_codec import KV_BITS, Bits, CodedSlots, KeyTransform, Tokens, Vectors
 from kvkeep.types import EMPTY, Slots, View
 
 _P = ParamSpec("_P")
@@ -339,7 +340,7 @@ class QuantizedStore(Store):
     ``docs/quantised.md`` draws the layout. A token with NaN or an infinity in a head leaves its slot empty there.
 
     Attributes:
-        vectors: codes of keys and values, and scales, ``(B, Hk, capacity, ...)``.
+        vectors: codes of keys and values, and scales, ``(B, Hk, capacity, ...)``; what is done to keys before.
         positions: true positions, ``-1`` = empty.
     """
 
@@ -349,7 +350,8 @@ class QuantizedStore(Store):
 
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
         self._slots: CodedSlots | None = None
-        self.vectors = Vectors.blank(like_keys, like_values, capacity, self.bits)
+        blank = Vectors.blank(like_keys, like_values, capacity, self.bits)
+        self.vectors = replace(blank, transform=KeyTransform.blank(like_keys, self.bits))
         shape = (*like_keys.shape[:2], capacity)
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=like_keys.device)
 
@@ -385,7 +387,7 @@ class QuantizedStore(Store):
     ) -> None:
         """Quantize ``n <= capacity`` tokens into the first slots. The other slots become empty."""
         order = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
-        self.take(Tokens.new(keys, values, self.bits), positions, order)
+        self.take(Tokens.new(keys, values, self.bits, self.vectors.transform), positions, order)
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
         """Return tokens for `take`, see `Store.tokens`. The first ``used`` are views of the quantized vectors."""
@@ -426,23 +428,25 @@ class QuantizedStore(Store):
 
     def wider(self, capacity: int) -> QuantizedStore:
         """Return an empty store with more slots, for the same rows."""
-        return type(self)(*self.no_token(), capacity)
+        wide = type(self)(*self.no_token(), capacity)
+        wide.vectors = replace(wide.vectors, transform=self.vectors.transform)
+        return wide
 
     def widened(self, capacity: int) -> QuantizedStore:
         """Return a store with more slots and the same content. Nothing is rounded again."""
         wide = self.wider(capacity)
         mine, others = self.per_row(), wide.per_row()
-        for name, content in mine.items():
-            others[name][:, :, : self.capacity] = content
+        for name in self.per_slot():
+            others[name][:, :, : self.capacity] = mine[name]
         return wide
 
     def per_row(self) -> dict[str, Tensor]:
         """Return every tensor of the store by name. The first axis of each tensor is the rows."""
-        return {**self.vectors.tensors, "positions": self.positions}
+        return {**self.vectors.tensors, **self.vectors.of_rows, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """Return the names of all tensors, since each has one entry per slot."""
-        return tuple(self.per_row())
+        """Return the names of the tensors with one entry per slot: all but the exponents of keys."""
+        return (*self.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> QuantizedStore:
         """Return a store of the same kind over other tensors, named as in `per_row`."""

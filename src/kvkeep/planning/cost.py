@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvkeep.budget import Number
 from kvkeep.errors import UnsupportedOperationError
-from kvkeep.kv.slot_codec import KV_BITS, check_dim, groups
+from kvkeep.kv.slot_codec import KV_BITS, check_dim, scale_halves, scales_keys
 
 # Bytes of keys, values and what lies beside them, from the shapes of a model's layers.
 #
 # ``docs/layouts.md`` draws the tensors behind the formulas.
 
-_SCALE = 2
+_HALF = 2
 """Bytes of the scale of a group of codes."""
 
 _POSITION = 4
@@ -66,7 +66,11 @@ class LayerShape:
         pairs = list(zip((self.key_dim, self.value_dim), KV_BITS[kv_bits], strict=True))
         for dim, bits in pairs:
             check_dim(dim, bits)
-        return self.kv_heads * sum(dim * bits // 8 + _SCALE * groups(dim) for dim, bits in pairs)
+        return self.kv_heads * sum(dim * bits // 8 + _HALF * scale_halves(dim, bits) for dim, bits in pairs)
+
+    def exponent_bytes(self, kv_bits: str | None) -> int:
+        """Return the bytes of a row's exponents, of which each channel of keys in 4 bits has one."""
+        return self.kv_heads * self.key_dim if scales_keys(kv_bits) else 0
 
     def widened_bytes(self, itemsize: int) -> int:
         """Return the bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
@@ -103,7 +107,7 @@ def block_bytes(
         kv_bits: see `LayerShape.slot_bytes`.
     """
     heads, beside = layer.kv_heads, _POSITION + _FLOAT32 * states
-    own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets
+    own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets + layer.exponent_bytes(kv_bits)
     if isinstance(budget, int):
         # one slot more than the budget: a new token comes before another one goes
         return (budget + 1) * (layer.slot_bytes(itemsize, kv_bits) + heads * beside) + own
@@ -136,6 +140,7 @@ def joint_bytes(
     heads, one = sum(layer.kv_heads for layer in layers), layers[0].slot_bytes(itemsize, kv_bits) // layers[0].kv_heads
     pool = heads * (budget + 1) + 1  # one entry belongs to no head
     own = heads * (_LOST + _FLOAT32 * per_head + _RANGE) + _COUNTERS + _SEEN * (len(layers) - 1)
+    own += sum(layer.exponent_bytes(kv_bits) for layer in layers)
     return pool * (one + _POSITION + _FLOAT32 * states) + own
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.kv.row_copy import RowCopy
-from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
+from kvkeep.kv.slot_codec import EXPONENTS, HALVES, KV_BITS, MOST_EXPONENT, NUMBERS, scale_halves, scales_keys
 from kvkeep.pins import Span, Spans, end, spans
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.contents import Contents, Place, StateCopy
@@ -187,6 +187,7 @@ class FileParts(NamedTuple):
     note: Mapping[str, Any]
 
 
+_EXPONENTS = f"store.{EXPONENTS}"
 _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""
 
@@ -310,13 +311,18 @@ def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerp
     """
     scales = entries.keys() & set(SCALES)
     check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
+    exponents, scaled = entries.get(_EXPONENTS), scales_keys(made.kv_bits)
+    check((exponents is not None) == scaled, f"{shown} has {'no' if scaled else 'needless'} exponents of its keys")
+    check(exponents is None or exponents.dtype == torch.int8, f"{shown} has exponents that are no int8")
     for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
         entry = entries[f"store.{name}"]
         wanted = f"torch.{made.dtype}" if bits is None else str(NUMBERS[bits])
         check(str(entry.dtype) == wanted, f"{shown} has {entry.dtype}, and its fingerprint says {wanted[6:]}")
         if bits is not None:
             found, (n, width) = entries[f"store.{name[:-1]}_scales"], entry.shape
-            shape = (n, groups(width * 8 // bits))
+            shape = (n, scale_halves(width * 8 // bits, bits))
+            earlier = bits == 4 and found.shape == (n, scale_halves(width * 2, bits) // HALVES[bits])
+            check(not earlier, "an earlier version wrote it, whose codes of 4 bits had no offsets; read the text again")
             check((found.dtype, found.shape) == (torch.float16, shape), f"{shown} has not the scales of its {name}")
 
 
@@ -336,8 +342,13 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
     check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
     for name in found.keys() & set(SCALES):
-        whole = found[name].isfinite() & (found[name] >= 0)
-        check(bool(whole.all()), f"{shown} has scales that are negative or no numbers")
+        # offsets, beside the scales of codes of 4 bits, may be negative
+        each = 2 if found[f"{name.removesuffix('_scales')}s"].dtype == NUMBERS[4] else 1
+        whole = found[name].isfinite().all() & (found[name][..., ::each] >= 0).all()
+        check(bool(whole), f"{shown} has scales that are negative or no numbers")
+    if (exponents := found.get(_EXPONENTS)) is not None:
+        allowed = bool((exponents.int().abs() <= MOST_EXPONENT).all())
+        check(allowed, f"{shown} has exponents of its keys beyond {MOST_EXPONENT}")
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.backends.base import Added, Ring, WantedReport
 from kvkeep.backends.native.build import native
-from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes
+from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes, KeyTransform
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Slots
 
@@ -64,10 +64,22 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
 
 # Slots that hold codes, as the kernel takes them.
 
-Coding: TypeAlias = tuple[Codes, Codes]
-"""Codes of the keys and of the values."""
 
-_CODED = struct.Struct("3q 3q 3q 3q")  # twice `Coded` in codes.h
+class Coding(NamedTuple):
+    """How quantized slots are stored.
+
+    Attributes:
+        keys: codes of the keys.
+        values: codes of the values.
+        transform: what was done to the keys before.
+    """
+
+    keys: Codes
+    values: Codes
+    transform: KeyTransform
+
+
+_CODED = struct.Struct("3q 3q 3q 3q 3q")  # twice `Coded` in codes.h, and `Exponents`
 _NONE = bytes(_CODED.size)
 
 
@@ -76,26 +88,28 @@ def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
     if not isinstance(slots, CodedSlots):
         return slots, None
     keys, values = slots.coded_keys, slots.coded_values
-    return Slots(keys.numbers, values.numbers, slots.positions), (keys, values)
+    return Slots(keys.numbers, values.numbers, slots.positions), Coding(keys, values, slots.transform)
 
 
 def packed(coding: Coding | None) -> bytes:
-    """Pack the coding of keys and values as two structs `Coded` of the kernel; zeros for ``None``."""
+    """Pack the coding of keys and values as the kernel's structs `Coded` and `Exponents`; zeros for ``None``."""
     if coding is None:
         return _NONE
-    (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
+    keys, values, (exponents,) = coding
     # for each: bits, numbers that share a scale, and where the scales lie
     return _CODED.pack(
-        *(key_bits, keys.shape[-1] * 8 // key_bits // key_scales.shape[-1]),
-        *(key_scales.data_ptr(), *key_scales.stride()[:3]),
-        *(value_bits, values.shape[-1] * 8 // value_bits // value_scales.shape[-1]),
-        *(value_scales.data_ptr(), *value_scales.stride()[:3]),
+        *(keys.bits, keys.group, keys.scales.data_ptr(), *keys.scales.stride()[:3]),
+        *(values.bits, values.group, values.scales.data_ptr(), *values.scales.stride()[:3]),
+        *((0, 0, 0) if exponents is None else (exponents.data_ptr(), *exponents.stride()[:2])),
     )
 
 
 def scales_of(coding: Coding | None) -> tuple[Tensor, ...]:
-    """Return the scales of quantized keys and values; empty if they are not quantized."""
-    return () if coding is None else (coding[0].scales, coding[1].scales)
+    """Return the scales of quantized keys and values, and exponents if there are any; empty if not quantized."""
+    if coding is None:
+        return ()
+    exponents = coding.transform.exponents
+    return coding.keys.scales, coding.values.scales, *(() if exponents is None else (exponents,))
 
 
 def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
@@ -109,8 +123,16 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
     numbers, scales, bits = codes
     if scales.dtype != torch.float16 or numbers.dtype != NUMBERS.get(bits) or numbers.shape != (*slots, dim * bits / 8):
         return False
-    groups = scales.shape[-1]
-    return groups > 0 and scales.shape == (*slots, groups) and dim % groups == 0 and dim // groups * bits % 8 == 0
+    groups, rest = divmod(scales.shape[-1], HALVES[bits])
+    if rest or groups == 0 or scales.shape[:-1] != slots:
+        return False
+    return dim % groups == 0 and dim // groups * bits % 8 == 0
+
+
+def _fits(transform: KeyTransform, keys: tuple[int, int, int]) -> bool:
+    """Return whether there are no exponents, or as many as a row of so many rows, KV heads and channels has."""
+    exponents = transform.exponents
+    return exponents is None or (exponents.dtype == torch.int8 and exponents.shape == keys)
 
 
 # The angles by which the kernel turns unrotated keys to their ranks.
@@ -222,13 +244,14 @@ def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *,
 
 def _is_coded(query: Tensor, coding: Coding, positions: Tensor, *, pooled: bool = False) -> bool:
     """Return whether queries can attend to these quantized keys and values, see `_is_cache`."""
-    (B, Hq, _, D), (keys, values) = query.shape, coding
+    (B, Hq, _, D), (keys, values, transform) = query.shape, coding
     if query.dtype not in TYPES or positions.dtype not in _WHOLE or keys.numbers.ndim != 4:
         return False
     Hk, S = keys.numbers.shape[1:3]
     if Hk == 0 or Hq % Hk or not _fit(positions.shape, (B, Hk, S), pooled=pooled):
         return False
-    return decodable(keys, (B, Hk, S), D) and decodable(values, (B, Hk, S), values.dim)
+    coded = decodable(keys, (B, Hk, S), D) and decodable(values, (B, Hk, S), values.dim)
+    return coded and _fits(transform, (B, Hk, D))
 
 
 def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -> bool:
@@ -262,14 +285,16 @@ def writable(
 ) -> bool:
     """Return whether dtypes and shapes are those that `write` promises to the kernel."""
     B, Hk, S = positions.shape
-    D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding[0].dim, coding[1].dim)
+    D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding.keys.dim, coding.values.dim)
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
         return False
     S = keys.shape[2] if pooled else S
     if coding is not None:
         if new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
             return False
-        if not (decodable(coding[0], (B, Hk, S), D) and decodable(coding[1], (B, Hk, S), E)):
+        if not (decodable(coding.keys, (B, Hk, S), D) and decodable(coding.values, (B, Hk, S), E)):
+            return False
+        if not _fits(coding.transform, (B, Hk, D)):
             return False
     elif (keys.shape, values.shape) != ((B, Hk, S, D), (B, Hk, S, E)) or not _is_same(new, keys, values):
         return False

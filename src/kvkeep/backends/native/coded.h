@@ -56,11 +56,12 @@ class CodedHead : Multiplier {
     }
 
    private:
-    // Turn the queries as the keys were turned.
+    // Do with the queries what makes their products with coded keys those with the keys: KeyTransform in slot_codec.py.
     void read_query() {
         const int64_t first = row * a.query_row + head * a.group * a.query_head;
         for (int64_t g = 0; g < a.group; g++) {
             widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
+            multiply_by_powers<1>(vector, a.exponents.of(row, head), a.dim);
             hadamard(vector, a.dim);
             for (int64_t i = 0; i < a.dim; i++) vector[i] *= (float)a.scaling;
             put_query(g, vector);
@@ -83,26 +84,28 @@ class CodedHead : Multiplier {
         }
     }
 
-    // Widen the key of a slot, undo the Hadamard matrix, and turn the key to its rank.
+    // Widen the key of a slot, undo what was done before it was coded, and turn the key to its rank.
     template <class C>
     void turn_key_of(int64_t s, float *to) {
-        const auto *codes = key_rows<C>().at(s);
+        const auto *first = key_rows<C>().at(s);
         const uint16_t *scale = scales(a.key_codes, s);
         const Pairs pairs = keys.pairs;
         const int64_t second = C::BITS == 8 ? W : keys.bytes;  // from a pair's first vector to its second one
         for (int64_t j = 0; j < keys.groups; j++) {
-            const float by = scales_of(scale + j, 0, 1)[0];
+            const Scaling by = scalings_of<C>(scale + j * C::HALVES, 0, 1);
             for (int64_t i = 0; i < pairs.n; i++) {
                 const int64_t begin = pairs.begin(i);
-                const auto *from = codes + j * keys.bytes + begin;
+                const auto *from = first + j * keys.bytes + begin;
                 float *at = vector + j * keys.group + begin;
-                const Pair x = pairs.in_place() ? C::widen(from) : widen<C>(from, pairs.dim);
-                store(at, x.a * by, pairs.in_place() ? W : keys.bytes);
-                if (pairs.in_place() || C::BITS == 4) store(at + second, x.b * by, pairs.in_place() ? W : keys.bytes);
-                else if (keys.bytes > W) store(at + second, x.b * by, keys.bytes - W);
+                const Pair codes = pairs.in_place() ? C::widen(from) : widen<C>(from, pairs.dim);
+                const Pair x = {codes.a * by.scale + by.offset, codes.b * by.scale + by.offset};
+                store(at, x.a, pairs.in_place() ? W : keys.bytes);
+                if (pairs.in_place() || C::BITS == 4) store(at + second, x.b, pairs.in_place() ? W : keys.bytes);
+                else if (keys.bytes > W) store(at + second, x.b, keys.bytes - W);
             }
         }
         hadamard(vector, a.dim);
+        multiply_by_powers<1>(vector, a.exponents.of(row, head), a.dim);
         read_angles(a.angles, ranks.of(positions[s]), own);
         if (halves.part.in_place()) turn_key<Float32, true>(vector, own, halves, to);
         else turn_key<Float32, false>(vector, own, halves, to);
@@ -150,6 +153,7 @@ inline bool code_token(const Write &w, int64_t row, int64_t head, int64_t entry,
         std::memcpy(rotated, key, up(w.dim, W) * sizeof *key);
         unturn_key<Float32>(rotated, angles, w.half, key);
     }
+    multiply_by_powers<-1>(key, w.exponents.of(row, head), w.dim);
     hadamard(key, w.dim);
     const auto put = [=](const float *x, const Coded &to, int64_t dim, char *numbers) {
         uint16_t *scales = (uint16_t *)to.scales + row * to.scale_row + head * to.scale_head + entry * to.scale_slot;

@@ -17,8 +17,17 @@
 extern "C" struct Coded {
     int64_t bits;   // 8 or 4; 0: it is not coded
     int64_t group;  // channels that share a scale
-    char *scales;   // float16; dense in the groups of a slot
+    char *scales;   // float16; dense in the groups of a slot; at 4 bits a group's offset follows its scale
     int64_t scale_row, scale_head, scale_slot;
+};
+
+// Of powers of two by which each channel of a key is divided before it is coded, and a query multiplied: a byte for each
+// channel of each head; null: all are 0.
+extern "C" struct Exponents {
+    const int8_t *first;
+    int64_t row, head;
+
+    const int8_t *of(int64_t r, int64_t h) const { return first ? first + r * row + h * head : nullptr; }
 };
 
 namespace {
@@ -66,24 +75,26 @@ inline Floats floats(Ints numbers) { return __builtin_convertvector(numbers, Flo
 
 // ---- codes as element types, see vectors.h --------------------------------------------------------------------------
 
+// `HALVES`: numbers in float16 of a group of channels, its scale and, if there are two, its offset.
+
 // One code per byte: a pair is 2 W channels, one after the other.
 struct Code8 {
     typedef int8_t T;
-    static constexpr int EACH = 2 * W, BITS = 8, GREATEST = 127;
+    static constexpr int EACH = 2 * W, BITS = 8, LEAST = -127, GREATEST = 127, HALVES = 1;
     static Pair widen(const T *from) { return {floats(wide(from)), floats(wide(from + W))}; }
 };
 
 // Two codes per byte: W bytes are W channels of the group's first half and W of its second half.
 struct Code4 {
     typedef uint8_t T;
-    static constexpr int EACH = W, BITS = 4, GREATEST = 7;
+    static constexpr int EACH = W, BITS = 4, LEAST = 0, GREATEST = 15, HALVES = 2;
     static Pair widen(const T *from) {
         const Ints both = wide(from);
 #if defined(__AVX512F__) && !defined(__clang__)  // one instruction looks up the lowest four bits of each lane
-        const Floats all = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+        const Floats all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         return {__builtin_shuffle(all, both), __builtin_shuffle(all, both >> 4)};
 #else
-        return {floats((both & 15) - 8), floats((both >> 4) - 8)};
+        return {floats(both & 15), floats(both >> 4)};
 #endif
     }
 };
@@ -220,6 +231,18 @@ inline void hadamard(float *x, int64_t n) {
     }
 }
 
+// Multiply n floats with powers of two (SIGN 1), or divide them by these (SIGN -1); null: leave them as they are.
+template <int SIGN>
+inline void multiply_by_powers(float *x, const int8_t *exponents, int64_t n) {
+    if (!exponents) return;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t bits = (127 + SIGN * exponents[i]) << 23;
+        float power;
+        std::memcpy(&power, &bits, sizeof power);
+        x[i] *= power;
+    }
+}
+
 // ---- scales ---------------------------------------------------------------------------------------------------------
 
 inline Floats widen_halves(const uint16_t *from) {
@@ -230,12 +253,30 @@ inline Floats widen_halves(const uint16_t *from) {
 #endif
 }
 
-// The scales of W slots, of which n exist; the last one is repeated for the others.
-inline Floats scales_of(const uint16_t *first, int64_t stride, int64_t n) {
-    if (stride == 1 && n >= W) return widen_halves(first);
-    uint16_t part[W];
-    for (int64_t i = 0; i < W; i++) part[i] = first[(i < n ? i : n - 1) * stride];
-    return widen_halves(part);
+// A code times the scale, and the offset added, is the channel.
+struct Scaling {
+    Floats scale, offset;
+};
+
+// Numbers that belong to W slots, of which n exist; the last one is repeated for the others.
+template <class V, class Number>
+inline V of_slots(const uint16_t *first, int64_t stride, int64_t n) {
+    if (stride * 2 == (int64_t)sizeof(Number) && n >= W) return load<V>(first);
+    Number part[W];
+    for (int64_t i = 0; i < W; i++) std::memcpy(part + i, first + (i < n ? i : n - 1) * stride, sizeof *part);
+    return load<V>(part);
+}
+
+// The scalings of a group of W slots.
+template <class C>
+inline Scaling scalings_of(const uint16_t *first, int64_t stride, int64_t n) {
+    if constexpr (C::HALVES == 1) {
+        const Shorts scales = of_slots<Shorts, uint16_t>(first, stride, n);
+        return {widen_halves((const uint16_t *)&scales), Floats{}};
+    } else {
+        const Ints both = of_slots<Ints, uint32_t>(first, stride, n);
+        return {Float16::widen(both << 16), Float16::widen(both & (int32_t)0xffff0000)};
+    }
 }
 
 // ---- writing a token ------------------------------------------------------------------------------------------------
@@ -250,25 +291,46 @@ inline bool all_finite(const float *x, int64_t n) {
     return all_finite(finite);
 }
 
-// The scale of a group as float16, and its codes; a group that holds NaN or an infinity is all zeros. Its end is the end
+// A number as the nearest finite float16.
+struct Half {
+    uint16_t bits = 0;
+    float value = 0.0f;
+
+    Half() = default;
+    explicit Half(float x) : bits((uint16_t)Float16::round(all(std::min(std::max(x, -65504.0f), 65504.0f)))[0]),
+                             value(Float16::widen(all((int32_t)bits << 16))[0]) {}
+};
+
+// The least and the greatest of n floats or, with SIZES, 0 and the largest in size.
+template <bool SIZES>
+inline std::pair<float, float> range_of(const float *x, int64_t n) {
+    Floats least = all(SIZES ? 0.0f : x[0]), most = least;
+    for (int64_t i = 0; i < n; i += W) {
+        const Floats each = load<Floats>(x + i, n - i, x[0]), number = SIZES ? size_of(each) : each;
+        least = select(number < least, number, least);
+        most = select(number > most, number, most);
+    }
+    return {smallest(least), largest(most)};
+}
+
+// The scale and offset of a group, and its codes; a group that holds NaN or an infinity is all zeros. Its end is the end
 // of a vector of W floats, or there are zeros up to there.
 template <class C>
-inline uint16_t code_group(const float *x, int64_t n, int32_t *codes) {
-    Floats most = {};
-    for (int64_t i = 0; i < n; i += W) {
-        const Floats size = size_of(load<Floats>(x + i));
-        most = select(size > most, size, most);
+inline void code_group(const float *x, int64_t n, int32_t *codes, uint16_t *halves) {
+    Half offset, scale;
+    if (all_finite(x, n)) {
+        const auto [least, most] = range_of<C::HALVES == 1>(x, n);
+        if (C::HALVES == 2) offset = Half(least + 0.0f);  // - 0.0 + 0.0 = 0.0
+        scale = Half(std::max((most - offset.value) / (float)C::GREATEST, 0.0f));
     }
-    const bool finite = all_finite(x, n);
-    const float fair = std::min(largest(most) / (float)C::GREATEST, 65504.0f), end = (float)C::GREATEST;
-    const uint16_t scale = finite ? (uint16_t)Float16::round(all(fair))[0] : 0;
-    const float by = Float16::widen(all((int32_t)scale << 16))[0];
+    halves[0] = scale.bits;
+    if (C::HALVES == 2) halves[1] = offset.bits;
+    const float first = (float)C::LEAST, last = (float)C::GREATEST;
     for (int64_t i = 0; i < n; i += W) {
-        Floats code = scale ? load<Floats>(x + i) / by : Floats{};
-        code = select(code > end, all(end), select(code < -end, all(-end), code));
+        Floats code = scale.bits ? (load<Floats>(x + i) - offset.value) / scale.value : Floats{};
+        code = select(code > last, all(last), select(code < first, all(first), code));
         store(codes + i, __builtin_convertvector((code + 0x1.8p23f) - 0x1.8p23f, Ints));  // to nearest, ties to even
     }
-    return scale;
 }
 
 // Code a vector into a slot. `codes`: room for a group, rounded up to W.
@@ -276,10 +338,10 @@ template <class C>
 inline void code_vector(
     const float *x, Grouping grouping, int32_t *__restrict codes, char *__restrict numbers, uint16_t *scales) {
     for (int64_t j = 0; j < grouping.groups; j++, numbers += grouping.bytes) {
-        scales[j] = code_group<C>(x + j * grouping.group, grouping.group, codes);
+        code_group<C>(x + j * grouping.group, grouping.group, codes, scales + j * C::HALVES);
         const int32_t *second = codes + grouping.bytes;
         for (int64_t i = 0; i < grouping.bytes; i++)
-            numbers[i] = (char)(C::BITS == 8 ? codes[i] : (codes[i] + 8) | (second[i] + 8) << 4);
+            numbers[i] = (char)(C::BITS == 8 ? codes[i] : codes[i] | second[i] << 4);
     }
 }
 

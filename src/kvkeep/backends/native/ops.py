@@ -246,7 +246,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
     (keys, values, positions), (B, Hq, _, D) = slots, query.shape
     Hk, S = keys.shape[1], positions.shape[2]
-    E = values.shape[-1] if codes is None else codes[1].dim
+    E = values.shape[-1] if codes is None else codes.values.dim
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, E))]
     results += [query.new_empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]

@@ -44,6 +44,7 @@ extern "C" struct Attend {
     const int64_t *starts, *sizes;  // where each head's slots begin in a pool of keys and values, and how many it has,
                                     // dense; null where all heads have `slots`, which begin where the head does
     Coded key_codes, value_codes;   // both are coded, or neither
+    Exponents exponents;            // of coded keys
 };
 
 namespace {

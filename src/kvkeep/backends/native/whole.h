@@ -153,9 +153,7 @@ struct Steps {
         : half((codes.bytes + 3) / 4), each(codes.bits == 8 ? half : 2 * half) {}
 };
 
-// What is added to a code to make it unsigned.
-template <class C>
-constexpr int OFFSET = C::BITS == 8 ? 128 : 8;
+constexpr int SIGN = 128;  // what is added to a code of 8 bits to make it unsigned
 
 // Turn a group of the codes of W keys, row(i), into steps.
 template <class C, class Row>

@@ -27,13 +27,15 @@ class Whole : protected Widened {
         return BYTES * all_steps(a) + (BYTES + 1) * Grouping(a.key_codes, a.dim).groups;
     }
 
-    static int64_t own_floats(const Attend &a) { return TOGETHER * W * all_steps(a); }
+    static int64_t own_floats(const Attend &a) { return Widened::own_floats(a) + TOGETHER * W * all_steps(a); }
 
     Whole(const Attend &a, Layout layout, int64_t index, float *scratch, float *mass, float *extra)
-        : Widened(a, layout, index, scratch, mass, extra), steps(keys), turned((Ints *)(scratch + at.own)) {}
+        : Widened(a, layout, index, scratch, mass, extra), steps(keys), 
+          turned((Ints *)(scratch + at.own + Widened::own_floats(a))) {}
 
     // Keep a query in its own order.
     void put_query(int64_t g, const float *from) {
+        put_sums(g, from);
         for (int64_t j = 0; j < keys.groups; j++, from += keys.group) {
             const Unit unit(most_of(from, keys.group));
             int32_t *to = words(j) + g * BYTES, *begin = to_begin_with(g, j);
@@ -45,8 +47,7 @@ class Whole : protected Widened {
                     put_bytes(bytes, steps.half - i / 4, step_words(), to + i / 4 * step_words());
                     for (int p = 0; p < BYTES; p++) sums[p] += (bytes << (24 - 8 * p)) >> 24;
                 }
-            const int offset = keys.bits == 8 ? OFFSET<Code8> : OFFSET<Code4>;
-            for (int p = 0; p < BYTES; p++) begin[p] = -offset * sum(sums[p]);
+            for (int p = 0; p < BYTES; p++) begin[p] = keys.bits == 8 ? -SIGN * sum(sums[p]) : 0;
             std::memcpy(begin + BYTES, &unit.size, sizeof unit.size);
         }
     }
@@ -61,9 +62,9 @@ class Whole : protected Widened {
         each_block([&](int64_t s) {
             turn_block<C>(first.from(s), slots - s, turned + n * block_steps());
             found[n++] = s;
-            if (n == TOGETHER) score_blocks<TOGETHER>(found, ahead), n = 0;
+            if (n == TOGETHER) score_blocks<C, TOGETHER>(found, ahead), n = 0;
         });
-        if (n) score_blocks<1>({found[0]}, ahead);
+        if (n) score_blocks<C, 1>({found[0]}, ahead);
     }
 
    private:
@@ -110,15 +111,15 @@ class Whole : protected Widened {
     }
 
     // Logits of B blocks, whose first slots are given and whose keys are turned. `ahead`: slots up to those to fetch.
-    template <int B>
+    template <class C, int B>
     void score_blocks(const int64_t (&first)[B], int64_t ahead) {
         const Ahead<B> later = keys_ahead<B>(first[0], ahead);
         by_group(a.group, [&](int64_t g, auto n) {
-            score_group<B, n.value>(g, first, turned, g ? Ahead<B>{} : later);
+            score_group<C, B, n.value>(g, first, turned, g ? Ahead<B>{} : later);
         });
     }
 
-    template <int B, int N>
+    template <class C, int B, int N>
     void score_group(int64_t g, const int64_t (&first)[B], const Ints *block, Ahead<B> later) {
         Floats total[B][N] = {};
         for (int64_t j = 0; j < keys.groups; j++) {
@@ -135,13 +136,12 @@ class Whole : protected Widened {
                             sums);
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) {
-                const int64_t s = first[b];
-                const Floats scale = scales_of(scales(a.key_codes, s) + j, a.key_codes.scale_slot, slots - s);
+                const Scaling by = key_scalings<C>(first[b], j);
 #pragma GCC unroll 8
                 for (int i = 0; i < N; i++) {
                     float unit;
                     std::memcpy(&unit, begin + i * keys.groups * (BYTES + 1) + BYTES, sizeof unit);
-                    total[b][i] += value_of(sums[b][i]) * (scale * unit);
+                    total[b][i] += scaled<C>(value_of(sums[b][i]), unit, by, query_sums[(g + i) * keys.groups + j]);
                 }
             }
         }

@@ -356,13 +356,13 @@ def dims(slots: Slots) -> tuple[int, int]:
 def codes(slots: Slots) -> dict[str, Any]:
     """Return the scales, their strides, the bits, and the channels per scale, as kernel arguments."""
     found: dict[str, Any] = {}
-    for name, (_, scales, bits), dim in zip(("key", "value"), lying(slots), dims(slots), strict=True):
+    for name, vectors in zip(("key", "value"), lying(slots), strict=True):
         found |= {
-            f"{name}_scales": scales,
-            **heads(f"{name}_scale", scales),
-            f"{name}_scale_slot": scales.stride(2),
-            f"{name.upper()}_BITS": bits,
-            f"{name.upper()}_GROUP": 1 if bits == 16 else dim // scales.shape[-1],
+            f"{name}_scales": vectors.scales,
+            **heads(f"{name}_scale", vectors.scales),
+            f"{name}_scale_slot": vectors.scales.stride(2),
+            f"{name.upper()}_BITS": vectors.bits,
+            f"{name.upper()}_GROUP": 1 if vectors.bits == 16 else vectors.group,
         }
     return found
 

@@ -45,7 +45,7 @@ def attend(
         like = query.new_empty((0, slots.positions.shape[1], *launch.dims(slots)))
         if not _runs_over(slots, query, now) or not _takes(query, like):
             return None
-        query = turned(query)
+        query = turned(slots.transform.scaled(query.float(), 1)).to(query.dtype)
     elif not launch.runs(query, *slots, now) or not _takes(query, slots.keys, slots.values):
         return None
     from kvkeep.backends.triton import decode
@@ -160,13 +160,14 @@ def _write_codes(
 
     (B, Hk, S), arranged = slots.positions.shape, launch.codes(slots)
     found = torch.empty((B, Hk, 1), dtype=torch.int64, device=now.device)
+    key = turned(slots.transform.scaled(new[0].float(), -1))
     lying = {name: value for name, value in launch.store(slots).items() if not name.startswith("BLOCK")}
     _launch(
         append_codes,
         (B * Hk,),
         **lying,
         **arranged,
-        **launch.new(turned(new[0].float()), new[1]),
+        **launch.new(key, new[1]),
         now=now,
         now_row=now.stride(0),
         slots=found,
@@ -286,15 +287,16 @@ def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
         return hadamard(torch.eye(dim)).to(device)
 
 
-def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
-    """Return the query after `kvkeep.kv.slot_codec.hadamard`, as one matrix product, which launches fewer kernels."""
-    found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
-    return found.to(query.dtype)
+def turned(x: Float[Tensor, "B H 1 D"]) -> Float[Tensor, "B H 1 D"]:
+    """Return vectors in float32 after `kvkeep.kv.slot_codec.hadamard`, as one matrix product: fewer kernels."""
+    found: Tensor = x @ _matrix(x.shape[-1], x.device)
+    return found
 
 
 def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
     """Return whether kernels can read these quantized slots and the other tensors, see `launch.runs`."""
-    return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
+    exponents = [tensor for tensor in slots.transform if tensor is not None]
+    return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions, *exponents)
 
 
 def _output(query: Tensor, width: int) -> Tensor:

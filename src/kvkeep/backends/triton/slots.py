@@ -158,7 +158,8 @@ def vectors(
 ):  # fmt: skip
     """Load the vectors of some slots in the dtype of `like`: ``(TILE, BLOCK_D)``, 0 where `shown` is false.
 
-    With 16 `BITS` the numbers are the vectors. Codes are multiplied with their scales in float32, and rounded.
+    With 16 `BITS` the numbers are the vectors. Codes are multiplied with their scales in float32, at 4 bits their
+    offsets are added, and the result is rounded.
     """
     each = slot.to(tl.int64)[:, None]
     if BITS == 16:
@@ -166,17 +167,20 @@ def vectors(
         found = tl.load(numbers + each * slot_stride + d[None, :], mask=inside, other=0.0)
     else:
         code = numbers_of(numbers + each * slot_stride, d, shown, D, BITS, GROUP)
-        scale = spread(scales + each * scale_stride, d, shown, D, GROUP)
+        scale = spread(scales + each * scale_stride, d, shown, D, BITS, GROUP)
         # the bits of 1.5 * 2^23 + code; conversion of integers is slow
         number = (code + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
-        found = (number * scale).to(like.dtype)  # a slot that is not shown has a scale of 0
+        wide = number * scale  # a slot that is not shown has a scale of 0, and an offset of 0
+        if BITS == 4:
+            wide += spread(scales + each * scale_stride + 1, d, shown, D, BITS, GROUP)
+        found = wide.to(like.dtype)
     return found
 
 
 @triton.jit
 @no_type_check
 def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Load quantized channels as signed integers, ``(TILE, BLOCK_D)``.
+    """Load quantized channels as integers, ``(TILE, BLOCK_D)``.
 
     Each byte is read once where groups fill the block.
     """
@@ -189,28 +193,32 @@ def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl
         i = tl.arange(0, BLOCK // 2)
         pairs = tl.load(numbers + i[None, :], mask=shown[:, None] & (i[None, :] < D // 2), other=0).to(tl.int32)
         pairs = tl.reshape(pairs, (TILE, GROUPS, GROUP // 2))
-        code = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), (TILE, BLOCK)) - 8
+        code = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), (TILE, BLOCK))
     else:
         half: tl.constexpr = GROUP // 2
         byte, upper = d // GROUP * half + d % half, d % GROUP // half
         both = tl.load(numbers + byte[None, :], mask=shown[:, None] & (d[None, :] < D), other=0).to(tl.int32)
-        code = ((both >> (upper * 4)[None, :]) & 15) - 8
+        code = (both >> (upper * 4)[None, :]) & 15
     return code
 
 
 @triton.jit
 @no_type_check
-def spread(scales, d, shown, D: tl.constexpr, GROUP: tl.constexpr):
-    """Load each channel's scale, ``(TILE, BLOCK_D)`` in float32. Each is read once where groups fill the block."""
+def spread(scales, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Load each channel's scale, or its offset from one number on, ``(TILE, BLOCK_D)`` in float32.
+
+    Each is read once where groups fill the block.
+    """
+    HALVES: tl.constexpr = 2 if BITS == 4 else 1  # numbers of a group
     BLOCK: tl.constexpr = d.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
     TILE: tl.constexpr = shown.shape[0]
     if GROUPS * GROUP == BLOCK:
         j = tl.arange(0, GROUPS)
-        few = tl.load(scales + j[None, :], mask=shown[:, None] & (j[None, :] < D // GROUP), other=0.0)
+        few = tl.load(scales + j[None, :] * HALVES, mask=shown[:, None] & (j[None, :] < D // GROUP), other=0.0)
         each = tl.reshape(tl.broadcast_to(few.to(tl.float32)[:, :, None], (TILE, GROUPS, GROUP)), (TILE, BLOCK))
     else:
-        wide = tl.load(scales + (d // GROUP)[None, :], mask=shown[:, None] & (d[None, :] < D), other=0.0)
+        wide = tl.load(scales + (d // GROUP * HALVES)[None, :], mask=shown[:, None] & (d[None, :] < D), other=0.0)
         each = wide.to(tl.float32)
     return each
 
@@ -258,35 +266,46 @@ def coded(
 ):  # fmt: skip
     """Quantize a vector into its slot. Return the number of its groups that are not finite, which become 0."""
     wide: tl.constexpr = GROUP * BITS // 8  # bytes of a group
-    most_code: tl.constexpr = 127.0 if BITS == 8 else 7.0
     at = tl.arange(0, BLOCK)
+    inside = at < wide
     bad = 0
     for j in tl.static_range(D // GROUP):
-        low = tl.load(new + j * GROUP + at, mask=at < wide, other=0.0).to(tl.float32)
-        high = tl.zeros((BLOCK,), tl.float32)
+        low = tl.load(new + j * GROUP + at, mask=inside, other=0.0).to(tl.float32)
+        high = low
         if BITS == 4:
-            high = tl.load(new + j * GROUP + wide + at, mask=at < wide, other=0.0).to(tl.float32)
-        size = tl.maximum(tl.abs(low), tl.abs(high))
+            high = tl.load(new + j * GROUP + wide + at, mask=inside, other=0.0).to(tl.float32)
         whole = (tl.abs(low) < float("inf")) & (tl.abs(high) < float("inf"))
         broken = 1 - tl.min(whole.to(tl.int32), 0)
         bad += broken
-        largest = tl.where(broken > 0, 0.0, tl.max(tl.where(whole, size, 0.0), 0))
-        scale = tl.minimum(tl.div_rn(largest, most_code), 65504.0).to(tl.float16)  # the largest float16
-        tl.store(scales + j, scale)
-        by = scale.to(tl.float32)
-        low, high = rounded(low, by, whole, most_code), rounded(high, by, whole, most_code)
-        code = low
-        if BITS == 4:
-            code = (low + 8) | ((high + 8) << 4)  # four bits hold no sign
-        code = tl.where(by > 0.0, code, 0 if BITS == 8 else 0x88)  # zeros
-        tl.store(numbers + j * wide + at, code.to(numbers.dtype.element_ty), mask=at < wide)
+        low, high = tl.where(broken > 0, 0.0, low), tl.where(broken > 0, 0.0, high)
+        if BITS == 8:
+            scale = half(tl.div_rn(tl.max(tl.abs(low), 0), 127.0))
+            tl.store(scales + j, scale)
+            code = rounded(low, scale.to(tl.float32), -127.0, 127.0)
+        else:
+            offset = half(tl.min(tl.where(inside, tl.minimum(low, high), float("inf")), 0) + 0.0)
+            from_zero = offset.to(tl.float32)
+            most = tl.max(tl.where(inside, tl.maximum(low, high), float("-inf")), 0)
+            scale = half(tl.maximum(tl.div_rn(most - from_zero, 15.0), 0.0))
+            tl.store(scales + 2 * j, scale)
+            tl.store(scales + 2 * j + 1, offset)
+            by = scale.to(tl.float32)
+            code = rounded(low - from_zero, by, 0.0, 15.0) | (rounded(high - from_zero, by, 0.0, 15.0) << 4)
+        tl.store(numbers + j * wide + at, code.to(numbers.dtype.element_ty), mask=inside)
     return bad
 
 
 @triton.jit
 @no_type_check
-def rounded(x, by, whole, most: tl.constexpr):
-    """Return ``x / by`` rounded to whole numbers (ties to even), limited to ±`most`."""
-    quotient = tl.div_rn(tl.where(whole, x, 0.0), tl.where(by > 0.0, by, 1.0))
-    quotient = tl.minimum(tl.maximum(quotient, -most), most)
+def half(x):
+    """Return the nearest finite float16."""
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+@no_type_check
+def rounded(x, by, least: tl.constexpr, most: tl.constexpr):
+    """Return ``x / by`` rounded to whole numbers (ties to even), limited to `least` and `most`; 0 if `by` is 0."""
+    quotient = tl.where(by > 0.0, tl.div_rn(x, tl.where(by > 0.0, by, 1.0)), 0.0)
+    quotient = tl.minimum(tl.maximum(quotient, least), most)
     return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: float32 has no fractions there

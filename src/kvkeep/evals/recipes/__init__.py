@@ -112,7 +112,9 @@ def read_line(line: str) -> tuple[str, str, str | None]:
     """
     name, _, budget = line.partition(" at ")
     (arm,) = split_arms(name)
-    return spec(arm.policy), f"kv-bits={arm.kv_bits}" if check_bits(arm.kv_bits) else "", budget or None
+    found = {"head-budget": arm.head_budget, "kv-bits": check_bits(arm.kv_bits)}
+    setup = ",".join(f"{option}={value}" for option, value in found.items() if value is not None)
+    return spec(arm.policy), setup, budget or None
 
 
 def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | None:
