@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.conversations import LEAST_TOKENS
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.errors import InputError, PolicyError
+from kvkeep.errors import InputError, PolicyError, SnapshotError
 from kvkeep.snapshot import Snapshot
 
 from .models import model
@@ -355,3 +356,73 @@ def test_a_client_that_leaves_while_its_memory_is_written_leaves_no_half_of_it(t
         assert engine.session_names == []
         assert ask(engine, FIRST, keep_as="half").cached_tokens == 0
         assert engine.session_names == ["half"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "continue"])
+def test_equal_prompts_of_two_owners_at_once_share_nothing(mode):
+    long = prompt_of(9, 300)
+    with engine_of(budget=32, conversations=mode) as engine:
+        prompt = [*long, *ask(engine, long).token_ids, *prompt_of(3, 5)]
+        anna, bert = engine.generate([wish(prompt, owner=owner) for owner in ("anna", "bert")])
+        assert (anna.cached_tokens > 0, bert.cached_tokens) == (mode == "continue", 0)
+        assert bert.token_ids == anew(prompt, budget=32)
+
+
+def test_a_full_disk_ends_a_turn_of_a_session_and_leaves_no_half_of_its_conversation(tmp_path, monkeypatch):
+    def full(self, path):
+        raise SnapshotError("No space left on device")
+
+    with engine_of(session_dir=tmp_path, session_memory=0) as engine:
+        session = engine.session(name="mine")
+        with monkeypatch.context() as patched:
+            patched.setattr(Snapshot, "save", full)
+            assert session.ask(wish(FIRST, keep_as="talk")).finish_reason == "error"
+        assert "talk" not in engine.session_names
+        session.ask(wish(FIRST, keep_as="talk"))
+        assert "talk" in engine.session_names
+
+
+def test_a_copy_under_a_name_of_its_own_never_expires(tmp_path):
+    with engine_of(session_dir=tmp_path) as engine:
+        ask(engine, FIRST, keep_as="talk")
+        engine.session(name="mine", snapshot=engine.session(name="talk").snapshot())
+    with engine_of(session_dir=tmp_path, conversation_ttl=1e-6) as engine:
+        assert engine.session_names == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"sequence": "x"}, {"shortest": "x"}, {"shortest": 99}, {"messages": 5}, {"pending": 5}, {"conversation": 5}],
+    ids=str,
+)
+def test_a_file_with_a_damaged_note_keeps_no_engine_from_starting(tmp_path, bad):
+    with engine_of(session_dir=tmp_path) as engine:
+        ask(engine, FIRST, keep_as="talk")
+        snapshot = engine.session(name="talk").snapshot()
+    replace(snapshot, note={**snapshot.note, **bad}).save(tmp_path / "talk.kvkeep")
+    with engine_of(session_dir=tmp_path) as engine:
+        assert engine.session_names == ["talk"]
+        assert ask(engine, [*FIRST, 5], keep_as=None).cached_tokens == 0
+
+
+def test_a_use_by_name_counts_and_a_running_turn_keeps_its_conversation(monkeypatch):
+    with engine_of(conversation_ttl=60.0) as engine:
+        ask(engine, FIRST, keep_as="talk")
+        session, now = engine.session(name="talk"), time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 50)
+        session.ask(prompt_of(4, 5), SamplingParams(max_new_tokens=2))
+        monkeypatch.setattr(time, "time", lambda: now + 70)
+        assert engine.session_names == ["talk"]
+        turn = session.send(prompt_of(5, 5), SamplingParams(max_new_tokens=5))
+        next(turn)
+        monkeypatch.setattr(time, "time", lambda: now + 150)
+        assert engine.session_names == ["talk"]
+        assert len(list(turn)) == 4
+        monkeypatch.setattr(time, "time", lambda: now + 300)
+        assert engine.session_names == []  # the engine still knows that it is one of its own
+
+
+def test_a_memory_that_nobody_keeps_is_not_copied(monkeypatch):
+    with engine_of(conversations="fresh") as engine:
+        monkeypatch.setattr(engine._kv, "take", lambda row: pytest.fail("a copy"))
+        assert ask(engine, FIRST).finish_reason == "length"

@@ -255,3 +255,30 @@ def test_what_a_stream_says_of_its_usage(server):
     found = events(server.chat(**asked, user="usage"))
     assert found[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
     assert json.dumps(found)
+
+
+def test_conversations_that_made_room_for_others_take_no_room_among_open_sessions():
+    with serve(budget=256, engine={"conversation_memory": 200_000}, max_sessions=3) as server:
+        seen = set()
+        for n in range(8):
+            answered(server, [said(f"{n} {A}")])
+            (name,) = {entry["id"] for entry in server.client.get("/v1/sessions").json()["data"]} - seen
+            seen.add(name)
+            assert server.client.get(f"/v1/sessions/{name}").status_code == 200
+        assert server.post("/v1/sessions", {"id": "mine"}).status_code == 201
+
+
+def test_a_conversation_that_is_forgotten_while_a_client_opens_it_is_no_new_session(monkeypatch):
+    with serve(budget=256, engine=MEMORY) as server:
+        answered(server, [said(A)])
+        (entry,) = server.client.get("/v1/sessions").json()["data"]
+        open_session = server.engine.session
+
+        def late(**options):
+            monkeypatch.undo()
+            open_session(name=options["name"]).close(delete=True)
+            return open_session(**options)
+
+        monkeypatch.setattr(server.engine, "session", late)
+        assert server.client.get(f"/v1/sessions/{entry['id']}").status_code == 404
+        assert server.client.get("/v1/sessions").json()["data"] == []

@@ -100,7 +100,7 @@ class KeptConversation:
     Attributes:
         session: the session.
         reader: who may go on from it.
-        used: seconds since 1970 at which it was used last.
+        used: seconds since 1970 at which a prompt used it last.
         prompt_tokens: tokens of its last prompt.
         continued: whether a later turn is kept in another session.
         writing: whether a new memory for it is on its way to the disk.
@@ -117,6 +117,11 @@ class KeptConversation:
     def idle(self) -> bool:
         """Return whether nothing is about to replace its memory."""
         return not self.writing and not self.session.running
+
+    @property
+    def last_used(self) -> float:
+        """Return when it was used last, also by its name, in seconds since 1970."""
+        return max(self.used, self.session.memory.replaced)
 
     @property
     def past(self) -> ConversationHistory:
@@ -197,7 +202,9 @@ class Conversations:
             except (KVKeepError, OSError) as error:  # another model's, or its file has gone: the prompt is read anew
                 _log.warning("The conversation %s cannot be continued, and is forgotten: %s", entry.session.name, error)
                 self._forget(entry)
-                continue
+                if entry.session.closed:
+                    continue
+                return None  # it is about to get a new memory
             if contents is None:  # a session that has just been closed
                 return None
             self._touch(entry)
@@ -221,14 +228,16 @@ class Conversations:
                 best, least = (entry, tokens), tokens + 1
         return best
 
+    def wants(self, sequence: Sequence) -> bool:
+        """Return whether the memory of a finished request may be kept, so that a copy of it is worth its time."""
+        return self.active and sequence.request.keep_as is not None and not sequence.levels
+
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Keep the memory of a finished request with ``keep_as``, if a later prompt may go on from it.
+        """Keep the memory of a finished request that it `wants`, if a later prompt may go on from it.
 
         Return the write that must end first; ``None`` if there is none. A memory that cannot be kept costs no answer:
         its conversation goes on from an earlier turn.
         """
-        if not self.active or sequence.levels:
-            return None
         try:
             return self._keep(sequence, contents)
         except Exception as error:  # a tokenizer that fails, for example
@@ -319,8 +328,9 @@ class Conversations:
             _log.warning("A conversation was not kept: there is a session %s already.", name)
             return None
         state, seed = State(ConversationHistory()), sequence.request.sequence
-        session = self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=_note(reader))
-        return KeptConversation(session, reader)
+        session = self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=_note(reader, name))
+        self._entries[name] = entry = KeptConversation(session, reader)
+        return entry
 
     def _history(self, sequence: Sequence, contents: Contents) -> ConversationHistory:
         """Return the tokens and messages that the memory of a finished chat stands for."""
@@ -335,18 +345,20 @@ class Conversations:
         """Open the conversations of the engine's folder, the oldest first. Files of another model stay as they are."""
         for kept, about in self._sessions.described():
             try:
-                if (found := _reader_of(about)) is None:
+                if (found := _reader_of(about, kept.name)) is None:
                     continue
                 settled = self._host.admission.settle(None, None, about.fingerprint)
                 past = ConversationHistory.described(about)
+                number = whole_within("sequence", about.note.get("sequence", 0), -(2**63), 2**63 - 1)
             except KVKeepError as error:
                 _log.warning("The conversation %s cannot be used: %s", kept.name, error)
                 continue
             assert kept.name is not None
-            number = whole_within("sequence", about.note.get("sequence", 0), -(2**63), 2**63 - 1)
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
-            session = self._sessions.add(self._host, kept.name, settled, state, seed=number, note=_note(reader))
+            session = self._sessions.add(
+                self._host, kept.name, settled, state, seed=number, note=_note(reader, kept.name)
+            )
             entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
             self._entries[kept.name] = entry
         self.expire()
@@ -364,13 +376,13 @@ class Conversations:
         """Forget the conversations that nobody has used for too long, and those that were closed."""
         before = time.time() - self._ttl_s
         for entry in list(self._entries.values()):
-            if (entry.used < before and not entry.writing) or entry.session.closed:
+            if entry.last_used < before or entry.session.closed:
                 self._forget(entry)
 
     def _trim(self) -> None:
         """Forget the least recently used conversations beyond the limit, earlier turns of others first."""
         over = self.nbytes - self._most_bytes
-        for entry in sorted(self._entries.values(), key=lambda entry: not entry.continued):
+        for entry in sorted(self._entries.values(), key=lambda entry: (not entry.continued, entry.last_used)):
             if over <= 0:
                 return
             if entry.idle:
@@ -378,11 +390,12 @@ class Conversations:
                 self._forget(entry)
 
     def _forget(self, entry: KeptConversation) -> None:
-        """Forget a conversation, and delete its file. A turn that runs in its session goes on."""
-        if entry.session.name is not None:
+        """Forget a conversation, and delete its file. One that is about to get a new memory stays."""
+        if entry.session.closed or entry.idle:
+            assert entry.session.name is not None
             self._entries.pop(entry.session.name, None)
-        if not entry.session.running and not entry.session.closed:
-            entry.session.discard()
+            if not entry.session.closed:
+                entry.session.discard()
 
 
 def _begins(past: ConversationHistory, longer: ConversationHistory) -> bool:
@@ -406,14 +419,17 @@ def _covers(past: ConversationHistory, beginning: ConversationHistory) -> bool:
 _NOTE = "conversation"
 
 
-def _note(reader: Reader) -> dict[str, Any]:
-    return {_NOTE: {"owner": reader.owner, "salt": reader.salt}}
+def _note(reader: Reader, name: str) -> dict[str, Any]:
+    return {_NOTE: {"owner": reader.owner, "salt": reader.salt, "name": name}}
 
 
-def _reader_of(about: SnapshotAbout) -> tuple[str, str] | None:
-    """Return the owner and the salt that a file notes; ``None`` if it is no conversation's."""
+def _reader_of(about: SnapshotAbout, name: str | None) -> tuple[str, str] | None:
+    """Return the owner and the salt that a file notes; ``None`` if it is no conversation's.
+
+    A copy under another name, such as a fork, is its client's own session, and never expires.
+    """
     found = about.note.get(_NOTE)
-    if not isinstance(found, Mapping):
+    if not isinstance(found, Mapping) or found.get("name") != name:
         return None
     owner, salt = found.get("owner"), found.get("salt")
     if not isinstance(owner, str) or not isinstance(salt, str) or not owner:

@@ -380,6 +380,7 @@ class Engine:
         snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
         adapter: str | None = None,
+        create: bool = True,
     ) -> Session:
         """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
 
@@ -392,14 +393,18 @@ class Engine:
             snapshot: the memory that the session continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
             adapter: the model's adapter; by default the snapshot's or the saved session's, or else none.
+            create: whether a session is made if none has this name.
 
         Raises:
-            InputError: the name cannot be used, the engine is closed, or the model has no such adapter.
+            InputError: the name cannot be used, no session has it and none is to be made, the engine is closed, or the
+                model has no such adapter.
             SnapshotError: the snapshot belongs to another model, adapter, policy, budget or other settings.
             KVKeepError: the engine has no rows for the policy or the budget; see `add`.
         """
         with Uninterrupted(), self._dispatcher.turn:
             self._check_open()
+            if not create and name not in self._sessions.names:
+                raise InputError(f"There is no session {name!r:.80}. Make it first.")
             return self._sessions.open(
                 self._session_host(),
                 name,
@@ -718,7 +723,7 @@ class Engine:
             The write that the result must wait for; ``None`` if there is none.
         """
         pending = None
-        remember = None if sequence.request.keep_as is None else self._conversations.keep
+        remember = self._conversations.keep if self._conversations.wants(sequence) else None
         keepers = [keep for keep in (sequence.keep, remember) if keep is not None]
         try:
             if sequence.row is not None:

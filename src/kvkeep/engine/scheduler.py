@@ -538,6 +538,10 @@ class DuplicatePrompts:
 
 
 def _key(sequence: Sequence) -> Hashable:
-    """Return a key that is equal for requests whose prompts lead to the same memory."""
+    """Return a key that is equal for requests whose prompts lead to the same memory, and may be read as one.
+
+    Requests of two owners never are: each may go on from a memory of its own, and ``cached_tokens`` would tell one what
+    the other asks.
+    """
     # A snapshot counts by its identity: comparing two of them would mean comparing all of their bytes.
-    return sequence.settings, id(sequence.request.snapshot), sequence.prompt
+    return sequence.settings, sequence.request.owner, id(sequence.request.snapshot), sequence.prompt

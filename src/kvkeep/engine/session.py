@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,7 @@ class SessionMemory:
     Attributes:
         state: the session after its last finished turn.
         messages: the conversation up to the message of the turn that runs.
+        replaced: seconds since 1970 at which the engine last replaced the memory; 0: not yet.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class SessionMemory:
         name: str | None,
         note: Mapping[str, Any],
     ) -> None:
-        self.state, self.messages = state, tuple[Mapping[str, str], ...]()
+        self.state, self.messages, self.replaced = state, tuple[Mapping[str, str], ...](), 0.0
         self._admission, self._store, self._settled = admission, store, settled
         self._sequence, self._name, self._note = sequence, name, note
         self._fingerprint: (
@@ -169,7 +171,7 @@ class SessionMemory:
             if own is not None:
                 self._store.wrote(own)
             self._store.adopt(kept, instead=self.state.kept)
-            self.state = State(past, kept)
+            self.state, self.replaced = State(past, kept), time.time()
 
         if (last := own or move) is not None:  # writes end in their order
             return Pending(last.writing, finish)

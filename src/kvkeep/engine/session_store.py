@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as GenericSequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -388,8 +388,9 @@ def joined(pending: Iterable[Pending | None]) -> Pending | None:
         return found[0] if found else None
 
     def finish() -> None:
-        for end in found:
-            end.finish()
+        with ExitStack() as stack:  # each one ends, also where another one fails
+            for end in reversed(found):
+                stack.callback(end.finish)
 
     def cancel() -> None:
         for end in found:

@@ -193,6 +193,12 @@ class SessionTable:
         """Remove a session from the table and return it; ``None`` if the table does not have it."""
         return self._entries.pop((owner, name), None)
 
+    def drop_closed(self) -> None:
+        """Remove the sessions that were closed."""
+        for key, entry in list(self._entries.items()):
+            if entry.session.closed:
+                self._entries.pop(key, None)
+
     def trim(self) -> list[ServerSession]:
         """Remove the least recently used sessions beyond ``most``, and return them."""
         return [self._entries.popitem(last=False)[1] for _ in range(len(self._entries) - self.most)]
@@ -301,7 +307,13 @@ class SessionRegistry:
         if full not in self._engine.session_names:  # another server has deleted it meanwhile
             self._leases.give(full)
             raise unknown("session", name, "Make it with POST /v1/sessions.")
-        return self._opened(owner, name, None)
+        try:
+            return self._opened(owner, name, None, create=False)
+        except InputError as error:
+            if full in self._engine.session_names:
+                raise
+            # a conversation that has made room for others meanwhile
+            raise unknown("session", name, "Make it with POST /v1/sessions.") from error
 
     @_alone
     def fork(self, owner: str, name: str, copy: str | None) -> ServerSession:
@@ -510,6 +522,7 @@ class SessionRegistry:
 
     def _check_room(self) -> None:
         """Refuse another session if as many are open as may be."""
+        self._open.drop_closed()  # conversations that made room for others
         if len(self._open) >= self._open.most:
             message = (
                 f"{self._open.most} sessions are open, the most that this server has. Delete one that is not needed."
