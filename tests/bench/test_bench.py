@@ -256,7 +256,7 @@ def test_kernel_over_codes(monkeypatch, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     found = {cell["bits"]: cell for cell in json.loads(last)["cells"]}
-    # a key and a value of 128 channels, two scales each (at 4 bits two offsets, too), a position and a mass, for 4 heads
+    # a key and a value of 128 channels, two scales each, a position and a mass, for 4 heads; at 4 bits two offsets, too
     assert found["8"]["bytes"] == 6 * 4 * (2 * (128 + 2 * 2) + 8)
     assert found["k8v4"]["bytes"] == 6 * 4 * (128 + 64 + 4 * 2 + 2 * 2 + 8)
     assert (found["16"]["ratio"], found["8"]["torch_s"]) == (1.0, [])
