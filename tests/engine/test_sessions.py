@@ -577,15 +577,14 @@ def test_coroutines_queue_on_one_session():
     engine = engine_of()
     session = engine.session()
 
-    async def turn(tokens):
-        return ids([event async for event in session.asend(tokens, short())])
+    async def turn(events):
+        return ids([event async for event in events])
 
     async def main():
-        tasks = []
-        for tokens in TURNS:
-            tasks.append(asyncio.create_task(turn(tokens)))
-            await asyncio.sleep(0.02)
-        return await asyncio.gather(*tasks)
+        turns = [session.asend(tokens, short()) for tokens in TURNS]
+        for events in turns:
+            await events.begin()
+        return await asyncio.gather(*map(turn, turns))
 
     assert asyncio.run(main()) == answers(TURNS)
 

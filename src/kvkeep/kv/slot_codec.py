@@ -229,7 +229,7 @@ def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
         offsets = (grouped.amin(dim=-1, keepdim=True) + 0.0).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
         spread = grouped.amax(dim=-1, keepdim=True) - offsets.float()
         grouped = grouped - offsets.float()
-    scales = (spread / greatest).clamp(0.0, _LARGEST_HALF).half()
+    scales = ((spread / greatest).clamp(0.0, _LARGEST_HALF) + 0.0).half()  # never - 0.0, see above
     # 0 / 0 in a group of zeros, and in one that cannot be coded
     # clamped, since half precision may have rounded a scale down
     numbers = (grouped / scales.float()).round().clamp(least, greatest).masked_fill(scales == 0, 0.0)

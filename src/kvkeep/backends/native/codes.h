@@ -321,7 +321,7 @@ inline void code_group(const float *x, int64_t n, int32_t *codes, uint16_t *halv
     if (all_finite(x, n)) {
         const auto [least, most] = range_of<C::HALVES == 1>(x, n);
         if (C::HALVES == 2) offset = Half(least + 0.0f);  // - 0.0 + 0.0 = 0.0
-        scale = Half(std::max((most - offset.value) / (float)C::GREATEST, 0.0f));
+        scale = Half(std::max((most - offset.value) / (float)C::GREATEST, 0.0f) + 0.0f);
     }
     halves[0] = scale.bits;
     if (C::HALVES == 2) halves[1] = offset.bits;
