@@ -362,7 +362,7 @@ def test_more_than_the_model_has_positions_for(tmp_path, text):
         (["--compare"], "for prompts without one"),
         (["--system", "x"], "for prompts without one"),
         (["--raw"], "so --raw has no place"),
-        (["--load-in", "int4"], "Known: "),
+        (["--load-in", "int4"], "which --load-in changes as well"),
     ],
     ids=str,
 )
