@@ -265,7 +265,7 @@ GRAMMARS = {
     "some times": ('root ::= "x" root{0,2}', "x+"),
     "nested": ('start: "(" start ")" | DIGIT\nDIGIT: "1".."3"', r"\(*[123]\)*"),
     "unused": ('start: "x"\nother: "y" other', "x"),
-    "settings and comments": ('// a: a\n%ignore / /\nstart: n "."\nn[lazy]: /[^:.]{3}/  # n', r"[^:.]{3}\."),
+    "settings and comments": ('// a: a\n%ignore / /\nstart: n "."\nn[lazy]: /[^:.]{3}/  # n', r" *[^:.]{3} *\. *"),
     "a schema": ('start: "x" %json {"enum": [1]} | "y" start -> again', "y*x1"),
     "a label": ('start: "y" start -> again|"x"', "y*x"),
 }

@@ -298,29 +298,28 @@ def message_pins(
     Raises:
         KVKeepError: a message that the body names cannot be pinned.
     """
-    pinned: Spans = own.get("pins") or ()
+    asked: Spans = own.get("pins") or ()
     prompt, chat = parameters.prompts[0], body if isinstance(body, ChatBody) else None
     named, system = (chat.pin_messages, chat.pin_system) if chat else (None, None)
     if parameters.url != CHAT or isinstance(prompt, str):
-        return pinned
+        return asked
     if parameters.truncate is not None:
         if named or system:
             raise ParameterError(TRUNCATE_PROMPT_TOKENS.name, "moves the tokens of messages, so these are not pinned")
-        return pinned
+        return asked
     find = partial(served.message_pins, prompt, tools=parameters.described, template=parameters.template)
-    if named:
-        pinned = spans((*pinned, *find(named)))
+    found = find(named) if named else ()
     if system:
-        pinned = spans((*pinned, *find(None)))
+        found = spans((*found, *find(None)))
     elif system is None and settings.pin_system:
         with suppress(InputError):  # the template shows the message in another form
+            fits = partial(served.can_pin, policy=own.get("policy"), budget=own.get("budget"))
             told = find(None)
-            more, fits = (
-                spans((*pinned, *told)),
-                partial(served.can_pin, policy=own.get("policy"), budget=own.get("budget")),
-            )
-            pinned = more if fits(told, share=SYSTEM_SHARE) and fits(more, share=1.0) else pinned
-    return pinned if tokens is None else within(pinned, tokens)
+            more = spans((*found, *told))
+            if fits(told, share=SYSTEM_SHARE) and fits(spans((*asked, *more)), share=1.0):
+                found = more
+    # messages may end behind the prompt; pins of the body that do so are a mistake, which a request names
+    return spans((*asked, *(found if tokens is None else within(found, tokens))))
 
 
 def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
