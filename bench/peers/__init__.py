@@ -78,6 +78,24 @@ class Outcome:
     tpot_s: Sequence[float] = ()
     process: int | None = None
 
+    @classmethod
+    def at_once(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        times: Sequence[Sequence[float]],
+        seconds: float,
+        process: int | None = None,
+    ) -> Outcome:
+        """What came out of requests that all ran at once, from the seconds at which each of their tokens came."""
+        return cls(
+            rows=len(times),
+            seconds=seconds,
+            tokens=tokens,
+            first_s=[row[0] for row in times],
+            tpot_s=[(row[-1] - row[0]) / (len(row) - 1) for row in times if len(row) > 1],
+            process=process,
+        )
+
 
 Run = Callable[[list[Prompt], int], Outcome]
 

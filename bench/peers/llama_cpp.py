@@ -41,13 +41,7 @@ def load(work: Work) -> Run:
     def run(prompts: list[Prompt], new_tokens: int) -> Outcome:
         done = ask({"prompts": prompts, "count": new_tokens})
         times = [answer["times"] for answer in done["answers"]]
-        return Outcome(
-            rows=len(prompts),
-            seconds=done["seconds"],
-            tokens=[answer["tokens"] for answer in done["answers"]],
-            first_s=[row[0] for row in times],
-            tpot_s=[(row[-1] - row[0]) / (new_tokens - 1) for row in times if new_tokens > 1],
-            process=process.pid,
-        )
+        tokens = [answer["tokens"] for answer in done["answers"]]
+        return Outcome.at_once(tokens, times, done["seconds"], process.pid)
 
     return run

@@ -51,13 +51,7 @@ def load(work: Work) -> Run:
                 new = list(output.outputs[0].token_ids)[len(tokens[row]) :]
                 tokens[row] += new
                 times[row] += [now] * len(new)
-        return Outcome(
-            rows=len(prompts),
-            seconds=time.perf_counter() - start,
-            tokens=tokens,
-            first_s=[row[0] for row in times],
-            tpot_s=[(row[-1] - row[0]) / (new_tokens - 1) for row in times if new_tokens > 1],
-        )
+        return Outcome.at_once(tokens, times, time.perf_counter() - start)
 
     return run
 

@@ -296,8 +296,7 @@ PINS = Parameter(
 CONVERSATIONS = Parameter(
     name="conversations",
     kind=str,
-    help="Chats that continue an earlier one: auto goes on from its memory while nothing was evicted from it, continue "
-    "always, fresh reads everything anew.",
+    help="Whether chats go on from their memory: auto (if it is whole), continue, fresh.",
     group=MEMORY,
     default="auto",
     metavar="MODE",

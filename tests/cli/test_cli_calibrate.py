@@ -158,7 +158,7 @@ def test_probabilities_that_are_no_numbers_are_refused(place, monkeypatch):
         (("-o", "h.json", "--text", "/dev/zero"), "is a device"),
         (("-o", "h.json", "--context", "0"), "too short"),
         (("-o", "h.json", "--context", "x"), "not a whole number"),
-        (("-o", "h.json", "--context", "300"), "A recall prompt with 16 facts has"),
+        (("-o", "h.json", "--context", "300"), "have no room for 16 facts"),
         (("-o", "h.json", "--sparsity", "0.5"), "belongs to --from-duo"),
         (("-o", "h.json", "--from-duo", "novel.txt", "--text", "novel.txt"), "--text has no use"),
         (("-o", "h.json", "--from-duo", "none"), "cannot be read"),

@@ -23,7 +23,7 @@ from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
-from kvkeep.policies import CONVERSATION
+from kvkeep.policies import CONVERSATION, LATER
 
 SHORT = kvkeep.SamplingParams(max_new_tokens=5)
 
@@ -180,7 +180,7 @@ def test_a_conversation_about_a_remembered_text(model, tmp_path):
     assert made.exit_code == 0, made.output
     before = file.read_bytes()
     found = answers(model, "-s", "one", "--memory", file, said=["what jumps", "why"])
-    session = session_of(model, budget=20)
+    session = session_of(model, budget=20, policy=LATER)  # the memory's
     session.rewind(kvkeep.Snapshot.load(file))
     assert found == [session.ask(one, SHORT).text.lstrip() for one in ("what jumps", "why")]
     assert file.read_bytes() == before

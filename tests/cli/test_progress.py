@@ -117,7 +117,7 @@ def test_a_reader_that_is_gone_ends_nothing():
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.2, "about 1 s left"), (75, "about 75 s left"), (100, "about 2 min left"), (6000, "about 1.7 h left")],
+    [(0.2, "about 1 s left"), (75.0, "about 75 s left"), (100.0, "about 2 min left"), (6000.0, "about 1.7 h left")],
 )
 def test_times_are_short(seconds, said):
     assert console.show_time_left(seconds) == said

@@ -152,10 +152,9 @@ def load(point: EntryPoint) -> Any:
     """Return the command of an entry point. If it cannot be loaded, return one that reports this when it is called."""
     try:
         found = point.load()
-        plugin = found if isinstance(found, Plugin) else Plugin(command=found)
-        if not callable(plugin.command):
+        if not (isinstance(found, Plugin) or callable(found)):
             raise TypeError(f"{point.value} is no function")
-        return plugin.build(point.name)
+        return (found if isinstance(found, Plugin) else Plugin(command=found)).build(point.name)
     except Exception as error:  # whatever a foreign package raises while it is imported
         package = point.dist.name if point.dist else point.value
         said = f"kvkeep {point.name} comes from {package} and cannot be loaded: {one_line(error)}"
