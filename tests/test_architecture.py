@@ -50,7 +50,7 @@ FLOORS = [
     {"cache"},
     {"models"},
     {"engine", "attention_probe"},
-    {"openai", "planning", "explain"},
+    {"openai", "planning", "explain", "compat"},
     {"batch", "server", "evals"},
     {"calibration", "scale"},
     {"cli"},
@@ -64,13 +64,14 @@ FOR_USERS = {
     "Low": "a statistic of its own, which a policy of a user declares as well",
     "Mass": "a statistic of its own, which a policy of a user declares as well",
     "PhasedCache": "a cache of its own: the engine's rows and probes are joined in it",
+    "SnapKVPress": "a class of kvpress, whose users ask with isinstance; PyramidKVPress is one there, too",
     "Stepper": "a protocol: whatever has the method is one, and none derives from it",
     "View": "what a policy of a user sees; its subclass copies keys and values when they are first looked at",
 }
 """Classes that are of use without their only subclass, each with the reason."""
 
 ONE_ROOM = {
-    "transformers": {"models", "cache", "rotary", "planning"},
+    "transformers": {"models", "cache", "rotary", "planning", "compat"},
     "tokenizers": {"models"},
     "gguf": {"models"},
     "huggingface_hub": {"models"},
