@@ -440,7 +440,7 @@ class _Wrapper(BasePress):
             raise InputError(f"{type(self).__name__} takes a ScorerPress, not {self.press!r:.80}.")
 
     @property
-    def compression_ratio(self) -> float:  # type: ignore[override]  # the other press has it
+    def compression_ratio(self) -> float:
         """Return the ratio of the other press."""
         return self.press.compression_ratio
 
