@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import memories
 import model_folders
 import pytest
-from sweeps import sweep
 from typer.testing import CliRunner
 
 import kvkeep
@@ -154,19 +152,6 @@ def test_the_generated_page_is_up_to_date():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    sweep([["own_policy.py"], ["bounded.py", "1024"], ["batch.py", "FOLDER"]], lambda words: words[0] == "batch.py"),
-    ids=lambda words: words[0],
-)
-def test_examples_run(arguments, monkeypatch, capsys):
-    words = [str(model_folders.folder()) if word == "FOLDER" else word for word in arguments[1:]]
-    path = str(ROOT / "examples" / arguments[0])
-    monkeypatch.setattr(sys, "argv", [path, *words])
-    runpy.run_path(path, run_name="__main__")
-    assert capsys.readouterr().out
 
 
 def test_pages_that_compare_agree_on_the_date_and_on_the_numbers():

@@ -40,6 +40,7 @@ SKIPPED = {
     "KVKEEP_MODEL=": "needs docker; tests/server/test_deploy.py reads the files that docker would",
     "torchrun ": "starts several processes; tests/tensor_parallel/test_torchrun.py does it with a tiny model",
     "ray start": "starts a node of a cluster; tests/scale/test_ray_data.py starts one of its own",
+    "python examples/": "tests/docs/test_examples.py runs each of them on the embedded model",
     "python bench/": "measures for minutes to hours; its options are checked below, a small run is in tests/bench",
 }
 """Beginnings of lines that no test runs, and why."""
