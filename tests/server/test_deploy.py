@@ -18,8 +18,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 if not DEPLOY.is_dir():
     pytest.skip("the files of deployment are not part of this copy", allow_module_level=True)
 yaml = pytest.importorskip("yaml")
-
-METRIC = re.compile(r"\b(?:vllm:|kvkeep_|process_)\w+")
+parser = pytest.importorskip("prometheus_client.parser")
 
 
 def read(name):
@@ -32,20 +31,86 @@ def variables():
     return {f"KVKEEP_{one.name.upper()}" for one in command.params}
 
 
-def test_every_metric_of_the_dashboard_is_exported():
-    board = json.loads((DEPLOY / "grafana/kvkeep.json").read_text())
-    asked = {name for panel in board["panels"] for one in panel["targets"] for name in METRIC.findall(one["expr"])}
-    asked |= set(METRIC.findall(board["templating"]["list"][1]["query"]["query"]))
-    assert len(asked) > 15
+@pytest.fixture(scope="module")
+def exported():
+    """What a server exports that has answered a request and refused one: its metrics, by the names of their samples."""
     with serve(key_tokens=1) as server:
         server.chat()
         assert server.chat().status_code == 429
-        text = server.client.get("/metrics").text
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert asked <= {re.match(r"[\w:]+", line)[0] for line in lines}
-    assert f'kvkeep_requests_refused_total{{code="key_tokens",model_name="{NAME}"}} 1.0' in lines
-    ids = [panel["id"] for panel in board["panels"]]
+        families = parser.text_string_to_metric_families(server.client.get("/metrics").text)
+        return {sample.name: (family.type, sample.labels) for family in families for sample in family.samples}
+
+
+BOARD = json.loads((DEPLOY / "grafana/kvkeep.json").read_text())
+QUERIES = [(panel["title"], query) for panel in BOARD["panels"] for query in panel["targets"]]
+SELECTOR = re.compile(r"(?P<name>[a-z_][\w:]*)\{(?P<labels>[^}]*)\}(?P<range>\[[^]]+\])?")
+FUNCTIONS = {"sum", "max", "rate", "by", "le", "histogram_quantile"}
+
+
+def faults(expression, legend, exported, variables):
+    """What is wrong with a query of the dashboard, given what a server exports and the dashboard's variables."""
+    found = []
+    added = {"job", "instance"}  # by Prometheus
+    grouped = {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in re.split(r",\s*", group)}
+    for selector in SELECTOR.finditer(expression):
+        kind, labels = exported.get(selector["name"], (None, {}))
+        asked = set(re.findall(r"(\w+)\s*=?[=~!]~?", selector["labels"]))
+        missing = (asked | grouped) - set(labels) - added
+        found += [f"{selector['name']} is not exported"] if kind is None else []
+        found += [f"{selector['name']} has no label {label}" for label in sorted(missing if kind else ())]
+        if bool(selector["range"]) != (kind in ("counter", "histogram")):
+            found.append(f"{selector['name']} is a {kind}, so it is {'not ' if selector['range'] else ''}to be a rate")
+        if selector["name"].endswith("_bucket") and "le" not in grouped:
+            found.append(f"{selector['name']} is summed over its buckets")
+    rest = re.sub(r'"[^"]*"', "", SELECTOR.sub("", expression))
+    unknown = set(re.findall(r"[a-z_][\w:]+", rest)) - FUNCTIONS - grouped
+    found += [f"{name} is no function and no metric with labels" for name in sorted(unknown)]
+    used = set(re.findall(r"\$(\w+)", expression))
+    found += [f"${name} is no variable" for name in sorted(used - variables - {"__rate_interval"})]
+    found += [f"the legend has {{{{{name}}}}}" for name in re.findall(r"\{\{(\w+)\}\}", legend) if name not in grouped]
+    return found
+
+
+VARIABLES = {variable["name"] for variable in BOARD["templating"]["list"]}
+
+
+def test_every_query_of_the_dashboard_finds_what_it_asks_for(exported):
+    wrong = {
+        f"{title}, {query['legendFormat']}": found
+        for title, query in QUERIES
+        if (found := faults(query["expr"], query["legendFormat"], exported, VARIABLES))
+    }
+    assert wrong == {}
+    assert {query["datasource"]["uid"] for _, query in QUERIES} == {"${source}"}
+
+
+def test_the_variables_of_the_dashboard_find_what_they_ask_for(exported):
+    (query,) = [variable["query"]["query"] for variable in BOARD["templating"]["list"] if variable["type"] == "query"]
+    name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", query).groups()
+    assert label in exported[name][1]
+    assert exported["kvkeep_requests_refused_total"][1] == {"code": "key_tokens", "model_name": NAME}
+    ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(ids)) == len(ids)
+    assert len(QUERIES) > 15
+
+
+WRONG = [
+    ('sum(kvkeep_row{model_name=~"$model"})', "", "kvkeep_row is not exported"),
+    ('sum(kvkeep_rows{model=~"$model"})', "", "kvkeep_rows has no label model"),
+    ('sum(rate(kvkeep_rows{model_name=~"$model"}[5m]))', "", "not to be a rate"),
+    ('sum(vllm:prompt_tokens_total{model_name=~"$model"})', "", "to be a rate"),
+    ('sum(kvkeep_rows{model_name=~"$models"})', "", "$models is no variable"),
+    ('sum(kvkeep_rows{model_name=~"$model"})', "{{code}}", "legend"),
+    ('sums(kvkeep_rows{model_name=~"$model"})', "", "sums is no function"),
+    ('sum(rate(kvkeep_lost_mass_prompt_bucket{model_name="a"}[5m]))', "", "summed over its buckets"),
+    ("sum(kvkeep_rows)", "", "no metric with labels"),
+]
+"""Queries that find nothing or something else, with a legend, and what is wrong with each."""
+
+
+def test_wrong_queries_are_seen(exported):
+    for expression, legend, fault in WRONG:
+        assert any(fault in found for found in faults(expression, legend, exported, VARIABLES)), expression
 
 
 def test_the_files_of_compose_agree():
