@@ -34,7 +34,7 @@ DOCS := .venv-docs/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-real test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package newcomer readme models clean
+.PHONY: help demo real test test-all test-real test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package publish-dry-run newcomer readme models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -108,6 +108,9 @@ package: .venv-docs/.installed  ## build wheels and sdists, and install the whee
 	.venv-package/bin/kvkeep theory --only ahakv-gain
 	set -e; for version in $(PYTHONS); do echo "Python $$version"; .venv-package/bin/pip install --quiet --dry-run --target dist/none --python-version $$version --only-binary :all: dist/*.whl; done
 	set -e; for extra in $(EXTRAS); do echo "extra $$extra"; .venv-package/bin/pip install --quiet --dry-run ".[$$extra]"; done
+
+publish-dry-run: package  ## upload to an index on this machine (pypiserver), and install kvkeep[server] from it into an empty environment
+	$(DOCS)/python tools/publish_dry_run.py dist --torch "$(TORCH)"
 
 readme: .venv/.installed  ## run the snippets of the README and the tutorials on SmolLM2, after `make real`; read dist/snippets
 	$(BIN)/python tools/run_snippets.py

@@ -1,7 +1,7 @@
 """Compiles the native kernel into the wheel, once for each level of processors.
 
-Without a C++ compiler, in an editable install, and on systems other than Linux the wheel has no libraries, fits every
-system, and the kernel is compiled at first use. ``HATCH_BUILD_NO_HOOKS=true`` builds such a wheel anywhere.
+Without a C++ compiler, in an editable install, and on systems other than Linux and macOS the wheel has no libraries,
+fits every system, and the kernel is compiled at first use. ``HATCH_BUILD_NO_HOOKS=true`` builds such a wheel anywhere.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class KernelBuild(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the levels of this machine's architecture, and let the wheel have what was made."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvkeep-build-")  # goes with the process at the latest
-        if self.target_name != "wheel" or version == "editable" or platform.system() != "Linux":
-            return
         kernel = runpy.run_path(os.path.join(self.root, "src", PACKAGE, "levels.py"))
+        if self.target_name != "wheel" or version == "editable" or platform.system() not in kernel["TOOLCHAINS"]:
+            return
         levels = [level for level in kernel["LEVELS"] if level.machine == platform.machine()]
         compiler = next(filter(None, map(shutil.which, kernel["COMPILERS"])), None)
         if compiler is None:
@@ -63,11 +63,12 @@ def compiled(compiler: str, kernel: dict[str, Any], level: Any, folder: Path) ->
     It is linked without a runtime of OpenMP: it takes the functions of the one that torch has loaded, since two pools
     of threads would hinder each other, and not every machine has a second one.
     """
-    flags, (source,) = kernel["FLAGS"], kernel["SOURCES"]
+    system, (source,) = kernel["TOOLCHAINS"][platform.system()], kernel["SOURCES"]
+    flags = [word for flag in kernel["FLAGS"] for word in (system.openmp if flag == "-fopenmp" else (flag,))]
     objects, library = folder / f"{level.name}.o", folder / f"{level.name}.so"
     for command in (
         [compiler, *flags, *level.flags, "-c", str(source), "-o", str(objects)],
-        [compiler, "-shared", str(objects), "-Wl,--strip-all", "-o", str(library)],
+        [compiler, *system.link, str(objects), "-o", str(library)],
     ):
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
@@ -79,7 +80,9 @@ def compiled(compiler: str, kernel: dict[str, Any], level: Any, folder: Path) ->
 
 
 def platform_tag() -> str:
-    """Return the tag of systems that run what is linked here: Linux with this version of glibc, or a later one."""
+    """Return the tag of systems that run what is linked here: Linux with this version of glibc, or a later one; macOS
+    from ``MACOSX_DEPLOYMENT_TARGET`` on, as the compiler.
+    """
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")  # "glibc 2.36"
     except (ValueError, OSError):  # another C library

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,23 @@ def test_the_best_level_that_a_processor_runs(features, best):
 
 def test_levels_of_other_architectures():
     assert [level.name for level in levels.runnable("aarch64", frozenset({"fp", "asimd"}))] == ["aarch64"]
+    assert [level.name for level in levels.runnable("arm64", frozenset())] == ["arm64"]
     assert levels.runnable("riscv64", frozenset()) == []
+
+
+def test_a_wheel_for_macos_is_compiled_as_apples_compiler_wants_it(monkeypatch, tmp_path):
+    pytest.importorskip("hatchling")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    (level,) = levels.runnable("arm64", frozenset())
+    commands = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+        hook = runpy.run_path(str(ROOT / "hatch_build.py"))
+        assert hook["compiled"]("clang++", vars(levels), level, tmp_path) is None
+    compiling, linking = (" ".join(command) for command in commands)
+    assert "-Xpreprocessor -fopenmp" in compiling
+    assert "-dynamiclib -undefined dynamic_lookup" in linking  # OpenMP's functions are torch's
+    assert "-shared" not in linking
 
 
 def test_the_features_of_the_processor(monkeypatch):

@@ -234,6 +234,25 @@ def test_a_press_of_ones_own_is_no_press_here():
         ScorerPress(0.5)  # its score would be a policy's
 
 
+def test_embeddings_beams_and_prompts_of_one_token_are_prompts(model):
+    ids = torch.tensor([MADE["tokens"][:40]])
+    cache = DynamicCache()
+    with torch.no_grad(), KnormPress(0.5)(model):
+        model(inputs_embeds=model.get_input_embeddings()(ids), **handed(model, cache))
+    assert len(held(cache, 0, 0)) == 20
+    with KnormPress(0.5)(model):
+        rows = generated(model, ids, max_new_tokens=4, num_beams=2, num_return_sequences=2)
+        assert rows.sequences.shape[0] == 2
+        assert generated(model, ids[:, :1], max_new_tokens=3).sequences.shape[1] == 4
+
+
+def test_a_call_without_a_cache_or_without_tokens_changes_nothing(model):
+    with torch.no_grad(), KnormPress(0.5)(model):
+        assert model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.shape[1] == 3
+        with pytest.raises(InputError, match="needs the prompt's input_ids"):
+            model(torch.tensor([5, 6, 7]))
+
+
 # The pipeline.
 
 
@@ -265,6 +284,14 @@ def test_the_pipeline_takes_several_contexts_and_a_limit(pipe):
     answers = pipe([CONTEXT, CONTEXT], question="\nWhy?", press=KnormPress(0.5), max_new_tokens=2, max_context_length=9)
     assert len(answers) == 2
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("end", ["", "###", "#" * 400, " \U0001f415", "<|user|>", "{{ raise }}"])
+def test_a_context_may_end_as_it_likes(end, pipe):
+    asked = pipe.preprocess(CONTEXT + end, ["?"], "", None)
+    whole = torch.cat([asked["context_ids"], asked["questions_ids"][0]], dim=1)
+    text = pipe.tokenizer.decode(whole[0], skip_special_tokens=True)
+    assert (CONTEXT + end + "?").replace("<|user|>", "") in text.replace("<|user|>", "")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,27 @@ COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 
 
+class Toolchain(NamedTuple):
+    """What a system's compilers take to make a library of a wheel.
+
+    Attributes:
+        openmp: what stands for ``-fopenmp``.
+        link: flags of the linker. The functions of OpenMP stay undefined: they are those of the runtime that torch has
+            loaded.
+    """
+
+    openmp: tuple[str, ...]
+    link: tuple[str, ...]
+
+
+TOOLCHAINS = {
+    "Linux": Toolchain(("-fopenmp",), ("-shared", "-Wl,--strip-all")),
+    # Apple's Clang knows OpenMP behind its preprocessor only, and needs omp.h on CPATH
+    "Darwin": Toolchain(("-Xpreprocessor", "-fopenmp"), ("-dynamiclib", "-undefined", "dynamic_lookup", "-Wl,-x")),
+}
+"""System, as `platform.system` names it → its compilers. Wheels of other systems have no kernel."""
+
+
 class Level(NamedTuple):
     """Instructions that a library is compiled for.
 
@@ -57,6 +78,7 @@ LEVELS = (
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Level("x86-64", "x86_64", ("-march=x86-64",), frozenset()),
     Level("aarch64", "aarch64", (), frozenset()),
+    Level("arm64", "arm64", (), frozenset()),  # what macOS calls the same architecture
 )
 """All levels, the best of each architecture first. The macros that the headers test tell them apart."""
 

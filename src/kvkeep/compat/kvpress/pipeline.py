@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import uuid
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -94,7 +95,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         tokenizer: Any = self.tokenizer  # which transformers declares to be of many kinds, or none
         if tokenizer.chat_template is None:
             return (tokenizer.bos_token or "") + context, "\n"
-        mark = "#" * (len(context) + 10)  # longer than any run of # in the context
+        mark = uuid.uuid4().hex  # which no context has
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": context + mark}],
             add_generation_prompt=True,
