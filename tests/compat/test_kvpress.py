@@ -207,7 +207,7 @@ def test_a_press_without_an_equal_says_why(name):
         (lambda: kvpress.NoSuchPress, AttributeError, "NoSuchPress"),
     ],
 )
-def test_what_cannot_be_done_is_refused(make, error, words):
+def test_what_cannot_be_done_is_refused(make, error, words, no_checked_annotations):
     with pytest.raises(error, match=words):
         make()
 
