@@ -50,8 +50,12 @@ class Reread(Policy):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
-        """Return that layers with sliding windows get less, unless heads are equal: they see no later question."""
-        return Defaults() if self.spreads is None else Defaults(layer_budget="sliding:0.25")
+        """Return that layers with sliding windows get less, unless heads are equal: they see no later question.
+
+        Long answers need more of them.
+        """
+        share = {"local": "0.25", "score": "0.5"}[self.decode]
+        return Defaults() if self.spreads is None else Defaults(layer_budget=f"sliding:{share}")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
