@@ -102,9 +102,10 @@ def main() -> None:
                 *files,
             )
             run(sys.executable, "-m", "venv", environment)
-            run(python, "-m", "pip", "install", "--quiet", arguments.torch)
-            pip = [python, "-m", "pip", "install", "--quiet", "--index-url", f"{address}simple/", "--no-cache-dir"]
-            run(*pip, "kvkeep[server]", "kvkeep-lab")
+            pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+            run(*pip, arguments.torch)
+            # without a cache: an earlier dry run has left wheels of the same names there
+            run(*pip, "--no-cache-dir", "--index-url", f"{address}simple/", "kvkeep[server]", "kvkeep-lab")
         (site,) = environment.glob("lib/python*/site-packages")
         for name, wheel in wheels.items():
             if others := differing(wheel, site):
