@@ -37,7 +37,7 @@ class Toolchain(NamedTuple):
 
 
 TOOLCHAINS = {
-    "Linux": Toolchain(("-fopenmp",), ("-shared", "-Wl,--strip-all")),
+    "Linux": Toolchain(("-fopenmp",), ("-shared", "-Wl,-s")),
     # Apple's Clang knows OpenMP behind its preprocessor only, and needs omp.h on CPATH
     "Darwin": Toolchain(("-Xpreprocessor", "-fopenmp"), ("-dynamiclib", "-undefined", "dynamic_lookup", "-Wl,-x")),
 }
