@@ -12,8 +12,9 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import fill, message_spans, reads, system_places
+from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.message_tokens import message_spans, system_places
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans, from_start
@@ -108,7 +109,7 @@ class ServedModel:
             template: more arguments of `kvkeep.models.tokenization.encode_chat`.
 
         Raises:
-            InputError: see `kvkeep.models.chat_templates.message_spans`; or there is no such message.
+            InputError: see `kvkeep.models.message_tokens.message_spans`; or there is no such message.
         """
         messages = [] if isinstance(prompt, str) else [message for message in prompt if isinstance(message, dict)]
         chosen = system_places(messages) if places is None else sorted({_place(place, messages) for place in places})
