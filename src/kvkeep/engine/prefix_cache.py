@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as GenericSequence
 from itertools import islice
 
+from kvkeep.engine.drops import due
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
@@ -149,6 +150,8 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
     sequence.start()
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
+    if contents is not None and (gone := due(sequence.drops, contents.seen)):
+        contents = contents.without(gone)
     rows.begin(
         row,
         policy=sequence.policy,
