@@ -238,12 +238,15 @@ def test_drops_are_ordered_and_counted_once():
 
 def test_what_a_prompt_leaves_out_is_whole_messages():
     ids = [1, 9, 2, 5, 8, 3, 6, 8, 2, 7, 8, 3, 4]  # 2 and 3 begin messages, 8 ends them
-    mask = {"control": {2, 3, 8}, "ends": {8}}
-    assert left_out(ids, (), [*ids, 8, 2, 5], **mask) == ((), 13)
-    assert left_out(ids, (), [*ids[:5], *ids[8:], 8], **mask) == (((5, 8),), 10)
-    assert left_out(ids, (), [*ids[:2], *ids[11:], 8], **mask) == (((2, 11),), 4)
-    assert left_out(ids, ((2, 5),), [*ids[:2], *ids[8:], 8], **mask) == (((5, 8),), 7)
-    assert left_out(ids, (), ids[:5], **mask) is None  # the last one is missing
-    assert left_out(ids, (), [*ids[2:], 8], **mask) is None  # and here the beginning
-    assert left_out(ids, (), [*ids[:6], *ids[7:], 8], **mask) is None  # the middle of a message
-    assert left_out(ids, (), ids, **mask) is None  # nothing is left to read
+    starts = {2, 3}
+    assert left_out(ids, (), [*ids, 8, 2, 5], starts) == ((), 13, 13)
+    assert left_out(ids, (), [*ids[:5], *ids[8:], 8], starts) == (((5, 8),), 13, 10)
+    assert left_out(ids, (), [*ids[:2], *ids[11:], 8], starts) == (((2, 11),), 13, 4)
+    assert left_out(ids, ((2, 5),), [*ids[:2], *ids[8:], 8], starts) == (((5, 8),), 13, 7)
+    assert left_out(ids, (), [*ids[:5], *ids[8:12], 9, 8], starts) == (((5, 8),), 12, 9)  # the answer in other tokens
+    assert left_out(ids, (), ids, starts) == ((), 12, 12)  # one is left to read
+    assert left_out(ids, (), ids[:5], starts) is None  # the last one is missing
+    assert left_out(ids, (), [*ids[2:], 8], starts) is None  # and here the beginning
+    assert left_out(ids, (), [*ids[:6], *ids[7:], 8], starts) == (((5, 11),), 12, 6)  # parts of messages are none
+    assert left_out(ids, (), [8, 8], starts) is None
+    assert left_out([], (), [8, 8], starts) is None

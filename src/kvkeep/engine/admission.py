@@ -28,7 +28,7 @@ from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, CapacityError, InputError, UnsupportedOperationError, show_bytes
 from kvkeep.models.adapters import adapters_of, merged_into
-from kvkeep.models.checkpoint import Model, Tokenizer, position_limit
+from kvkeep.models.checkpoint import Model, Tokenizer, position_limit, trained_length
 from kvkeep.models.device import device_of
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.rotary import LengthRule
@@ -443,9 +443,10 @@ class Admission:
             UnsupportedOperationError: the model has layers with a state.
         """
         asked, prompt = cast(Drops, request.drops), cast(GenericSequence[int], request.prompt)
+        if asked or request.reposition is not None:
+            self.check_drops(request.reposition)
         if not asked:
             return past.drops
-        self.check_drops()
         if request.guard is not None:
             raise InputError("`guard` chooses a budget for a whole prompt, of which nothing is dropped. Leave it out.")
         if asked[0].after < len(past.ids) or asked[-1].after >= len(prompt):
@@ -459,6 +460,16 @@ class Admission:
             before.append(drop)
         return drops_of(before)
 
+    @property
+    def moves_up(self) -> bool:
+        """Return whether tokens move up when others are evicted, as they do under slot positions."""
+        return self._layout(self._policy).positions == "slot"
+
+    def fits(self, prompt_tokens: int, sampling: SamplingParams) -> bool:
+        """Return whether the model was trained for the positions of so many tokens and the new ones."""
+        longest = None if self.moves_up else trained_length(self._model.config)
+        return longest is None or prompt_tokens + sampling.max_new_tokens - 1 <= longest
+
     def check_drops(self, reposition: bool | None = None) -> None:
         """Refuse to drop tokens of a memory that cannot forget them, or to place those behind them as it cannot.
 
@@ -471,7 +482,7 @@ class Admission:
         """
         if self._states:
             raise UnsupportedOperationError(STATEFUL)
-        moves = self._layout(self._policy).positions == "slot"
+        moves = self.moves_up
         if reposition not in (None, moves):
             raise InputError(
                 "reposition=false cannot be honoured: under slot positions each token stands at its rank among those "

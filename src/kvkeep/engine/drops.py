@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError
@@ -99,40 +99,43 @@ class LeftOut(NamedTuple):
 
     Attributes:
         spans: the positions in the memory that the prompt does not have.
+        tokens: tokens of the memory that serve, those at these positions included.
         shared: tokens of the prompt that the memory has.
     """
 
     spans: Spans
+    tokens: int
     shared: int
 
 
-def left_out(
-    ids: Sequence[int], gone: Spans, prompt: Sequence[int], *, control: Collection[int], ends: Collection[int]
-) -> LeftOut | None:
+def left_out(ids: Sequence[int], gone: Spans, prompt: Sequence[int], starts: Collection[int]) -> LeftOut | None:
     """Return which messages of a memory a prompt leaves out, if it has all others in their order; else ``None``.
 
-    A message begins with a control token of the chat template. The memory's last one may be an answer that goes on in
-    the prompt with the tokens that end it.
+    The first message and the last answer are never left out. Of the answer the beginning is enough, since a template
+    may write it in other tokens than it was drawn. One token of the prompt, at least, is left to read.
 
     Args:
         ids: the tokens that the memory stands for.
         gone: positions that it has dropped already.
         prompt: the new tokens.
-        control: tokens of which each begins a message.
-        ends: tokens that end one.
+        starts: tokens of which each begins a message.
     """
-    starts = set(control) - set(ends)
     kept = [place for span in without(((0, len(ids)),), gone) for place in range(*span)]
-    blocks, read, found = _blocks(ids, kept, starts), 0, list[Span]()
+    *blocks, answer = _blocks(ids, kept, starts) or [[]]
+    read, found = 0, list[Span]()
     for number, block in enumerate(blocks):
         tokens = [ids[place] for place in block]
         if list(prompt[read : read + len(tokens)]) == tokens:
             read += len(tokens)
-        elif number in (0, len(blocks) - 1):  # the beginning of all, and the last answer, are never left out
+        elif number == 0:
             return None
         else:
             found += [(place, place + 1) for place in block]
-    return LeftOut(spans(found), read) if read < len(prompt) else None
+    pairs = zip(answer, prompt[read : len(prompt) - 1], strict=False)
+    same = next((n for n, (place, token) in enumerate(pairs) if ids[place] != token), None)
+    most = min(len(answer), len(prompt) - 1 - read)
+    shared = most if same is None else same
+    return LeftOut(spans(found), answer[0] + shared, read + shared) if shared > 0 else None
 
 
 def _blocks(ids: Sequence[int], places: Sequence[int], starts: Collection[int]) -> list[list[int]]:
@@ -143,3 +146,23 @@ def _blocks(ids: Sequence[int], places: Sequence[int], starts: Collection[int]) 
             found.append([])
         found[-1].append(place)
     return found
+
+
+def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return how many messages of a conversation are missing in one that goes on from its last one, and has the others
+    in order; ``None`` if it does not.
+    """
+    rest, missing, last = iter(messages), 0, False
+    awaited = next(rest, None)
+    for message in before:
+        last = awaited is not None and _same(awaited, message)
+        if last:
+            awaited = next(rest, None)
+        else:
+            missing += 1
+    return missing if last and awaited is not None else None
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two messages say the same."""
+    return bool(one["role"] == other["role"] and one["content"] == other["content"])

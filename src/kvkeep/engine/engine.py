@@ -423,6 +423,12 @@ class Engine:
             self._conversations.expire()
             return self._sessions.names
 
+    def read_anew(self, number: int) -> str:
+        """Return why a request does not go on from a memory of which its client has left out messages; empty if it
+        does, or there is none. Only the last requests are known. The call does not wait for a step.
+        """
+        return self._conversations.reason(number)
+
     def can_pin(
         self,
         pins: Spans,

@@ -147,9 +147,9 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
     """Put a request into its row: with its swapped-out memory, the memory that it continues, a stored prefix, or
     nothing.
     """
-    sequence.start()
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
+    sequence.start()
     if contents is not None and (gone := due(sequence.drops, contents.seen)):
         contents = contents.without(gone)
     rows.begin(

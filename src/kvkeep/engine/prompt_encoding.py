@@ -15,6 +15,7 @@ from kvkeep.engine.request import Request, conversation
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models import chat_templates, tokenization
+from kvkeep.models.chat_templates import control_tokens
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
 from kvkeep.models.message_tokens import message_starts
 from kvkeep.models.tokenization import Opening, opened, opening_of, unused_mark
@@ -176,6 +177,11 @@ class PromptEncoder:
     def turn_ends(self) -> frozenset[int]:
         """Return the tokens with which the chat template ends an answer."""
         return frozenset() if self._tokenizer is None else chat_templates.turn_ends(self._tokenizer)
+
+    @functools.cached_property
+    def turn_starts(self) -> frozenset[int]:
+        """Return the control tokens of the tokenizer that do not end a turn: those with which messages may begin."""
+        return frozenset() if self._tokenizer is None else frozenset(control_tokens(self._tokenizer)) - self.turn_ends
 
     def is_chat(self, request: Request) -> bool:
         """Tell whether a request's prompt is a conversation in the form of the chat template."""

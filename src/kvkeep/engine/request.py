@@ -337,6 +337,7 @@ class Request:
         noted_messages: the messages that the prompt's token ids stand for, as that session notes them.
         drops: tokens that leave the memory while the prompt is read, as pairs such as ``(90, [(20, 60)])``: once the
             first 90 tokens have been read, every head evicts those at positions 20 to 59.
+        reposition: whether tokens behind those that are dropped move up, see `Session.drop`.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -372,6 +373,7 @@ class Request:
     keep_as: str | None = None
     noted_messages: Sequence[Mapping[str, Any]] = ()
     drops: Sequence[tuple[int, Sequence[Span]]] = ()
+    reposition: bool | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -406,6 +408,8 @@ class Request:
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        if self.reposition is not None and not isinstance(self.reposition, bool):
+            raise InputError(f"reposition={self.reposition!r:.80} is neither True, False nor None.")
         if not isinstance(self.owner, str):
             raise InputError(f"owner={self.owner!r:.80} is no text.")
         kinds = (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter"))
@@ -507,6 +511,8 @@ class Result:
         prompt_logprobs: one entry per token of the prompt but the first, if asked for.
         end_token: whether the last token is one that ends a text, and no part of it.
         dropped_tokens: tokens of the conversation that were dropped from its memory on request.
+        skipped_tokens: dropped tokens that the client has left out, so that they are no part of the prompt.
+        read_anew: why the request does not go on from a memory of which its client has left out messages.
     """
 
     id: int
@@ -528,6 +534,8 @@ class Result:
     prompt_logprobs: tuple[Logprob, ...] = ()
     end_token: bool = False
     dropped_tokens: int = 0
+    skipped_tokens: int = 0
+    read_anew: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _FREE = {
     *("prompt", "messages", "raw", "chat", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages"),
+    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages", "reposition"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -139,7 +139,7 @@ class Sequence:
         held_pins: the spans that are pinned there.
         drops: tokens that leave its memory, those of the memory that it continues included.
         skipped: tokens of the prompt that its client has left out: they were dropped from the memory it continues.
-        read_anew: why the memory of an earlier chat, which would have served without this, does not; empty: none did.
+        read_anew: why it does not go on from the memory of an earlier chat of which messages were left out.
         hosted: its memory in main memory, while it has given up its row to others.
         resumed: the number of its new tokens when it last got a row.
         keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
@@ -346,6 +346,8 @@ class Sequence:
             prompt_tokens=len(self.prompt) - self.skipped,
             cached_tokens=self.cached - self.skipped,
             dropped_tokens=count(dropped(self.drops)),
+            skipped_tokens=self.skipped,
+            read_anew=self.read_anew,
             logprobs=tuple(self.logprobs[:n]),  # one more is there if its token could not be added
             prompt_logprobs=tuple(self.prompt_logprobs),
             queued_s=started - at["added"],
