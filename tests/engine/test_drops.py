@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from kvkeep.engine import Request
-from kvkeep.engine.drops import Drop, drops_of, left_out, most_held
+from kvkeep.engine.drops import Drop, drops_of, left_out, missing_messages, most_held
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.snapshot import Snapshot
 
@@ -247,6 +247,20 @@ def test_what_a_prompt_leaves_out_is_whole_messages():
     assert left_out(ids, (), ids, starts) == ((), 12, 12)  # one is left to read
     assert left_out(ids, (), ids[:5], starts) is None  # the last one is missing
     assert left_out(ids, (), [*ids[2:], 8], starts) is None  # and here the beginning
-    assert left_out(ids, (), [*ids[:6], *ids[7:], 8], starts) == (((5, 11),), 12, 6)  # parts of messages are none
+    assert left_out(ids, (), [*ids[:6], *ids[7:], 8], starts) == (((5, 11),), 12, 6)  # whole ones, up to the answer
+    again = [1, 9, 3, 7, 8, 2, 5, 8, 3, 7, 8, 2, 6, 8, 3, 7]  # three equal answers
+    assert left_out(again, (), [1, 9, 3, 7, 8, 2, 4], starts) == (((2, 14),), 16, 4)
+    assert left_out(again, (), [1, 9, 3, 7, 8, 2, 6, 8, 3, 7, 8, 2, 4], starts) == (((2, 8),), 16, 10)
     assert left_out(ids, (), [8, 8], starts) is None
     assert left_out([], (), [8, 8], starts) is None
+
+
+def test_messages_that_are_missing_are_counted_from_the_end():
+    def said(*texts):
+        return [{"role": "user", "content": text} for text in texts]
+
+    assert missing_messages(said("a", "b", "c"), said("a", "b", "c", "d")) == 0
+    assert missing_messages(said("a", "call", "b", "call"), said("a", "call", "d")) == 2
+    assert missing_messages(said("a", "b", "c"), said("a", "b", "x", "d")) is None
+    assert missing_messages(said("a", "b", "c"), said("a", "b", "c")) is None
+    assert missing_messages((), said("a")) is None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError
-from kvkeep.pins import LAST, Span, Spans, common, count, end, spans, without
+from kvkeep.pins import LAST, Spans, common, count, end, spans, without
 
 
 class Drop(NamedTuple):
@@ -121,24 +121,50 @@ def left_out(ids: Sequence[int], gone: Spans, prompt: Sequence[int], starts: Col
         starts: tokens of which each begins a message.
     """
     kept = [place for span in without(((0, len(ids)),), gone) for place in range(*span)]
-    *blocks, answer = _blocks(ids, kept, starts) or [[]]
-    read, found = 0, list[Span]()
-    for number, block in enumerate(blocks):
-        tokens = [ids[place] for place in block]
-        if list(prompt[read : read + len(tokens)]) == tokens:
-            read += len(tokens)
-        elif number == 0:
-            return None
+    *runs, answer = _runs(ids, kept, starts) or [[]]
+    told = _runs(prompt, range(len(prompt) - 1), starts)
+    before, said = [[ids[place] for place in run] for run in runs], [[prompt[place] for place in run] for run in told]
+    shared = [_shared([ids[place] for place in answer], tokens) for tokens in said]
+    # of answers that say the same, the last one is meant: the others may have been left out
+    for number in sorted(range(1, len(said)), key=lambda number: (shared[number], number), reverse=True):
+        missing = _missing(before, said[:number])
+        if shared[number] and missing is not None and 0 not in missing:
+            found = spans([(place, place + 1) for index in missing for place in runs[index]])
+            return LeftOut(found, answer[0] + shared[number], told[number][0] + shared[number])
+    return None
+
+
+def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return how many messages of a conversation are missing in one that goes on from its last one, and has the others
+    in order; ``None`` if it does not.
+    """
+    known, said = ([(message["role"], message["content"]) for message in part] for part in (before, messages))
+    for number in reversed(range(len(said) - 1)):
+        if known and said[number] == known[-1] and (missing := _missing(known[:-1], said[:number])) is not None:
+            return len(missing)
+    return None
+
+
+def _missing(before: Sequence[object], others: Sequence[object]) -> list[int] | None:
+    """Return the indexes of what others do not have, of which each must be found before in this order; ``None`` if one
+    is not. Of equal ones the last is taken.
+    """
+    left, missing = list(others), list[int]()
+    for index in reversed(range(len(before))):
+        if left and left[-1] == before[index]:
+            left.pop()
         else:
-            found += [(place, place + 1) for place in block]
-    pairs = zip(answer, prompt[read : len(prompt) - 1], strict=False)
-    same = next((n for n, (place, token) in enumerate(pairs) if ids[place] != token), None)
-    most = min(len(answer), len(prompt) - 1 - read)
-    shared = most if same is None else same
-    return LeftOut(spans(found), answer[0] + shared, read + shared) if shared > 0 else None
+            missing.append(index)
+    return None if left else missing
 
 
-def _blocks(ids: Sequence[int], places: Sequence[int], starts: Collection[int]) -> list[list[int]]:
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def _runs(ids: Sequence[int], places: Sequence[int], starts: Collection[int]) -> list[list[int]]:
     """Divide places into runs that begin with one of these tokens; what comes before the first one is a run, too."""
     found: list[list[int]] = []
     for place in places:
@@ -146,23 +172,3 @@ def _blocks(ids: Sequence[int], places: Sequence[int], starts: Collection[int]) 
             found.append([])
         found[-1].append(place)
     return found
-
-
-def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how many messages of a conversation are missing in one that goes on from its last one, and has the others
-    in order; ``None`` if it does not.
-    """
-    rest, missing, last = iter(messages), 0, False
-    awaited = next(rest, None)
-    for message in before:
-        last = awaited is not None and _same(awaited, message)
-        if last:
-            awaited = next(rest, None)
-        else:
-            missing += 1
-    return missing if last and awaited is not None else None
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two messages say the same."""
-    return bool(one["role"] == other["role"] and one["content"] == other["content"])
