@@ -26,6 +26,7 @@ from agents import (
 )
 from agents.run import CallModelData, ModelInputData
 from openai import AsyncOpenAI
+from openai.types.responses import ResponseUsage
 
 TASK = "Read the report page by page, and say when it ends."
 KEPT = 4  # items that stay beside the task: the last two calls and their results
@@ -46,48 +47,52 @@ def bytes_held(url: str) -> list[int]:
     return [int(float(re.search(rf"^{name}\S* (\S+)$", text, re.MULTILINE)[1])) for name in METRICS]
 
 
-async def run(url: str, calls: int) -> None:
+def reader(client: AsyncOpenAI, model: str, calls: int) -> Agent[None]:
+    """Return an agent with one tool, which it must call: small models do not choose tools by themselves."""
     pages = itertools.count(1)
 
     @function_tool
     def read_page() -> str:
         """Read the next page of the report."""
-        number = next(pages)
-        return f"Page {number} of {calls}. " + PAGE * 5
+        return f"Page {next(pages)} of {calls}. " + PAGE * 5
 
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-    name = (await client.models.list()).data[0].id
-    agent = Agent(
+    return Agent(
         name="reader",
         instructions="You read reports.",
-        model=OpenAIChatCompletionsModel(name, client),
+        model=OpenAIChatCompletionsModel(model, client),
         tools=[read_page],
-        # small models do not choose tools by themselves
         model_settings=ModelSettings(
             tool_choice="required", parallel_tool_calls=False, temperature=0, include_usage=True
         ),
         reset_tool_choice=False,
     )
-    running = Runner.run_streamed(
-        agent, TASK, max_turns=calls, run_config=RunConfig(call_model_input_filter=forget), error_handlers=ENOUGH
-    )
+
+
+async def run(url: str, calls: int) -> None:
+    """Make the calls, and print a line for each: its tokens, the time to the first one, the server's bytes."""
     print("call  prompt  cached    new  first token  row MB  kept MB  process MB")
-    first = 0.0
-    async for event in running.stream_events():
-        if event.type != "raw_response_event":
-            continue
-        if event.data.type == "response.output_item.added":
-            first = time.perf_counter() - STARTS[-1]
-        if event.data.type == "response.completed":
-            usage, number = event.data.response.usage, len(STARTS)
-            cached = usage.input_tokens_details.cached_tokens
-            row, kept, resident = (size / 1e6 for size in bytes_held(url))
-            new, ms = usage.input_tokens - cached, first * 1e3
-            print(
-                f"{number:4}  {usage.input_tokens:6}  {cached:6}  {new:5}  {ms:8.0f} ms  {row:6.1f}  {kept:7.1f}"
-                f"  {resident:10.0f}",
-                flush=True,
-            )
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        agent = reader(client, (await client.models.list()).data[0].id, calls)
+        how = RunConfig(call_model_input_filter=forget)
+        first = 0.0
+        running = Runner.run_streamed(agent, TASK, max_turns=calls, run_config=how, error_handlers=ENOUGH)
+        async for event in running.stream_events():
+            kind = event.data.type if event.type == "raw_response_event" else ""
+            if kind == "response.output_item.added":
+                first = time.perf_counter() - STARTS[-1]
+            if kind == "response.completed":
+                show(event.data.response.usage, first, bytes_held(url))
+
+
+def show(usage: ResponseUsage, first: float, held: list[int]) -> None:
+    """Print the line of a call."""
+    prompt, cached = usage.input_tokens, usage.input_tokens_details.cached_tokens
+    row, kept, process = (size / 1e6 for size in held)
+    print(
+        f"{len(STARTS):4}  {prompt:6}  {cached:6}  {prompt - cached:5}  {first * 1e3:8.0f} ms"
+        f"  {row:6.1f}  {kept:7.1f}  {process:10.0f}",
+        flush=True,
+    )
 
 
 STARTS: list[float] = []

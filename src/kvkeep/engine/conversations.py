@@ -371,7 +371,7 @@ class Conversations:
                 continue
             # what was dropped from a conversation is gone for its earlier turns, too: one memory is enough
             before = entry.past.drops
-            drops = shared == len(entry.past.ids) and past.drops != before == past.drops[: len(before)]
+            drops = past.drops != before == past.drops[: len(before)]
             cut = past.shortest is not None and past.shortest <= shared and past.drops == before
             serves = (cut or drops) and entry.idle
             entry.continued = not (serves and self._says(past.ids[shared:], entry.past.ids[shared:]))
