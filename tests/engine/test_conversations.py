@@ -508,7 +508,7 @@ def test_messages_that_a_client_leaves_out_are_read_anew_where_the_memory_does_n
     with talk_engine(monkeypatch, "auto") as engine:
         _, shorter, gone = left_out_of(engine)
         result = ask(engine, shorter)
-        assert "under --conversations continue alone" in result.read_anew
+        assert "under conversations=continue alone" in result.read_anew
         assert engine.read_anew(result.id) == result.read_anew
         assert gone[0] <= result.cached_tokens <= gone[0] + 1  # what comes before them, and a letter that both have
         assert result.token_ids == anew(shorter, policy="full", budget=200)

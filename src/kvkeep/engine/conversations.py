@@ -41,8 +41,8 @@ _PIECE = 1024
 _log = logging.getLogger(__name__)
 
 ANOTHER_READING = (
-    "Messages before the last ones were left out. Those that stay were read in their presence, and a server goes on "
-    "from such a memory under --conversations continue alone. Send all messages, with drop_message."
+    "Messages before the last ones were left out. Those that stay were read in their presence, and a chat goes on from "
+    "such a memory under conversations=continue alone. Send all messages, with drop_message."
 )
 """Why a memory of which messages were left out does not serve under ``auto``."""
 REWRITTEN = (
