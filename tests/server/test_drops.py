@@ -214,6 +214,10 @@ def test_a_message_that_is_left_out_is_read_anew_under_auto_and_the_header_says_
     [
         ({"drop_message": {"6": [3]}}, "names message 6"),
         ({"drop_message": {"x": [3]}}, "no index"),
+        ({"drop_message": {"\u0663": [3]}}, "no index"),
+        ({"drop_message": {"": [3]}}, "no index"),
+        ({"drop_message": {"9" * 400: [3]}}, "no index"),
+        ({"drop_message": [3] * 50_000 + [2**62]}, "names message 4611686018427387904"),
         ({"drop_message": {"2": [3]}}, "before it is read"),
         ({"drop_message": {"5": [6]}}, "names message 6"),
         ({"drop_message": [-7]}, "names message -7"),

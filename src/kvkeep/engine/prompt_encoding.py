@@ -24,6 +24,8 @@ from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot, SnapshotAbout
 
 _LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
+_MOST_NEW = 64
+"""Messages of a turn whose tokens are told apart: the template is filled in once for each, while others wait."""
 
 
 @dataclass(frozen=True)
@@ -248,10 +250,10 @@ class PromptEncoder:
     def starts_of(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
         """Return the number of tokens before each message that a request adds to a history, and before its answer.
 
-        -1 where the template does not tell; ``()`` if nothing is known.
+        -1 where the template does not tell; ``()`` if nothing is known, as of a turn of very many messages.
         """
         new, known = self.messages_of(request, past), len(past.starts) == len(past.messages)
-        if not new or not known or past.opening is not None or (past.ids and not past.messages):
+        if len(new) > _MOST_NEW or not new or not known or past.opening is not None or (past.ids and not past.messages):
             return ()
         checkpoint = self._checkpoint(request)
         variables = {**request.chat_template_kwargs, "add_generation_prompt": request.add_generation_prompt}
