@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -221,14 +222,23 @@ JOINED = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
-@pytest.mark.parametrize("mode", ["auto", "continue", "fresh"])
-def test_modes_of_a_memory_that_has_evicted(mode):
-    with serve(budget=40, engine={**MEMORY, "conversations": mode}) as server:
+@pytest.mark.parametrize(
+    ("mode", "policy", "goes_on"),
+    [
+        ("auto", "snapkv:default", False),
+        ("auto", "reread:chat", True),
+        ("continue", "snapkv:default", True),
+        ("fresh", "reread:chat", False),
+    ],
+)
+def test_modes_of_a_memory_that_has_evicted(mode, policy, goes_on):
+    """Under ``auto`` a memory goes on if its policy keeps tokens for any later question."""
+    with serve(budget=40, engine={**MEMORY, "policy": policy, "conversations": mode}) as server:
         # the answer's text becomes the tokens that the model wrote
         server.served.checkpoint.tokenizer.chat_template = JOINED
         found, _ = talk(server, (A, B, C, B), max_tokens=12, guided_choice=["dog"])
         reads = [cached(one) for one in found]
-        assert (reads[-1] > found[-2]["usage"]["prompt_tokens"]) == (mode == "continue")
+        assert (reads[-1] > found[-2]["usage"]["prompt_tokens"]) == goes_on
         assert (reads[1] > 0) == (mode != "fresh")
 
 
@@ -288,3 +298,22 @@ def test_a_conversation_that_is_forgotten_while_a_client_opens_it_is_no_new_sess
         monkeypatch.setattr(server.engine, "session", late)
         assert server.client.get(f"/v1/sessions/{entry['id']}").status_code == 404
         assert server.client.get("/v1/sessions").json()["data"] == []
+
+
+@pytest.mark.slow
+def test_sixty_four_clients_at_once_get_what_each_gets_alone(fresh):
+    """They share eight rows, so each of them waits, and no longer than the others."""
+    clients = 64
+
+    def hold(server, number):
+        texts = [f"{A} Its number was {number}.", B, "Who saw it?", C]
+        found, _ = talk(server, texts, user=f"client {number}", max_tokens=8, temperature=0)
+        return texts_of(found), [cached(turn) for turn in found]
+
+    with serve(budget=256, rows=8, engine=MEMORY, max_queue=clients) as server, ThreadPoolExecutor(clients) as threads:
+        together = list(threads.map(lambda number: hold(server, number), range(clients)))
+        assert server.idle()
+    for number, (texts, reused) in enumerate(together):
+        assert texts == hold(fresh, number)[0], number
+        assert reused[0] < 30
+        assert min(reused[1:]) > 0, number
