@@ -334,7 +334,10 @@ def check_room(
     if phase is Phase.PROBE or (policy.evicts and not grows):
         return
     coming = T if real is None else real.sum(dim=1, keepdim=True)
-    _check(block, coming + (block.held() if policy.evicts else block.seen[:, None]), window=window)
+    seen = block.seen[:, None] + coming
+    if not policy.evicts and isinstance(block.budget, int) and bool((seen <= block.budget).all()):
+        return  # the usual case, without a look at the slots
+    _check(block, block.held() + coming, window=window)
 
 
 def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:

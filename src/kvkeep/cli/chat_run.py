@@ -31,10 +31,10 @@ from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
-from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
+from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.tokenization import check_system
 from kvkeep.pins import Spans, from_start
 from kvkeep.policies import CONVERSATION

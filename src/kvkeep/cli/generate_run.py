@@ -37,10 +37,10 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
 from kvkeep.models import threads, tokenization
 from kvkeep.models.adapters import check_folders, merged_into
-from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, process_group, quiet
+from kvkeep.models.message_tokens import system_spans
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec

@@ -423,6 +423,12 @@ class Engine:
             self._conversations.expire()
             return self._sessions.names
 
+    def read_anew(self, number: int) -> str:
+        """Return why a request does not go on from a memory of which its client has left out messages; empty if it
+        does, or there is none. Only the last requests are known. The call does not wait for a step.
+        """
+        return self._conversations.reason(number)
+
     def can_pin(
         self,
         pins: Spans,
@@ -656,6 +662,7 @@ class Engine:
         """
         ready = run.commit()
         if run.reads:
+            self._drop(run.requests)
             for sequence in run.requests:
                 self._prefix_cache.keep(sequence, self._kv)
         if not ready:
@@ -679,6 +686,20 @@ class Engine:
         for sequence, token in zip(sequences[len(twins) :], tokens[len(twins) :], strict=True):
             with self._guarded(sequence):
                 self._append(sequence, whole(token, sequence))
+
+    def _drop(self, sequences: Iterable[Sequence]) -> None:
+        """Evict the tokens that leave the memories of prompts at the places to which they have just been read."""
+        for sequence in sequences:
+            if sequence.drops and sequence.row is not None and (gone := sequence.gone):
+                with self._guarded(sequence):
+                    self._kv.drop(
+                        sequence.row,
+                        gone,
+                        policy=sequence.policy,
+                        budget=sequence.budget,
+                        sequence=sequence.request.sequence,
+                        pins=sequence.pins,
+                    )
 
     def _begin_duplicate(self, twin: Sequence, reader: Sequence, contents: Contents, token: int, place: int) -> None:
         """Begin a request from the prefilled prompt of another one with the same tokens. It gets its first token at

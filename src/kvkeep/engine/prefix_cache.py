@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as GenericSequence
 from itertools import islice
 
+from kvkeep.engine.drops import due
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
@@ -146,9 +147,11 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
     """Put a request into its row: with its swapped-out memory, the memory that it continues, a stored prefix, or
     nothing.
     """
-    sequence.start()
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
+    sequence.start()
+    if contents is not None and (gone := due(sequence.drops, contents.seen)):
+        contents = contents.without(gone)
     rows.begin(
         row,
         policy=sequence.policy,

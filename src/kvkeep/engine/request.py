@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep.engine.drops import drops_of
 from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError, PolicyError
@@ -334,6 +335,9 @@ class Request:
             of an earlier one of the same owner, if it begins with its tokens; ``""``: from none.
         keep_as: the name of the session that keeps the memory at the end, for later requests of the owner.
         noted_messages: the messages that the prompt's token ids stand for, as that session notes them.
+        drops: tokens that leave the memory while the prompt is read, as pairs such as ``(90, [(20, 60)])``: once the
+            first 90 tokens have been read, every head evicts those at positions 20 to 59.
+        reposition: whether tokens behind those that are dropped move up, see `Session.drop`.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -368,10 +372,13 @@ class Request:
     owner: str = ""
     keep_as: str | None = None
     noted_messages: Sequence[Mapping[str, Any]] = ()
+    drops: Sequence[tuple[int, Sequence[Span]]] = ()
+    reposition: bool | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
         object.__setattr__(self, "pins", spans(self.pins))
+        object.__setattr__(self, "drops", drops_of(self.drops))
         object.__setattr__(self, "guard", checked_guard(self.guard))
         object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", stop_ids(self.stop_token_ids))
@@ -401,6 +408,8 @@ class Request:
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        if self.reposition is not None and not isinstance(self.reposition, bool):
+            raise InputError(f"reposition={self.reposition!r:.80} is neither True, False nor None.")
         if not isinstance(self.owner, str):
             raise InputError(f"owner={self.owner!r:.80} is no text.")
         kinds = (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter"))
@@ -501,6 +510,9 @@ class Result:
             beginning of prompts.
         prompt_logprobs: one entry per token of the prompt but the first, if asked for.
         end_token: whether the last token is one that ends a text, and no part of it.
+        dropped_tokens: tokens of the conversation that were dropped from its memory on request.
+        skipped_tokens: dropped tokens that the client has left out, so that they are no part of the prompt.
+        read_anew: why the request does not go on from a memory of which its client has left out messages.
     """
 
     id: int
@@ -521,6 +533,9 @@ class Result:
     cached_tokens: int = 0
     prompt_logprobs: tuple[Logprob, ...] = ()
     end_token: bool = False
+    dropped_tokens: int = 0
+    skipped_tokens: int = 0
+    read_anew: str = ""
 
 
 @dataclass(frozen=True)
@@ -599,6 +614,8 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
         InputError: ``asked`` is none of these, or names a policy, budget, sequence, snapshot or adapter.
     """
     request = request_of(asked, sampling)
+    if request.drops:
+        raise InputError("A session drops tokens with session.drop(...), and a turn names none. Leave `drops` out.")
     own = request.policy, request.budget, request.snapshot, request.adapter, request.sequence
     if own != (None, None, None, None, 0):
         raise InputError(

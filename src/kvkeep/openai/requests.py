@@ -216,6 +216,8 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "keep_ratio": (),
     "pin_system": (False,),
     "pin_messages": ([],),
+    "drop_message": ({}, []),
+    "reposition": (False, []),
 }
 """Fields of this and other servers that change an answer and are not built → the values that change nothing."""
 _RENAMED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -248,6 +250,7 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 OWN = (
     *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
     *("keep_ratio", "session_id", "cache_salt", "pin_system", "pin_messages", "structured_outputs", *_KINDS_OF_FORM),
+    *("drop_message", "reposition"),
     *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 )

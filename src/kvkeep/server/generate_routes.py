@@ -30,6 +30,9 @@ from kvkeep.server.session_registry import SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, owner_of, reply, unless_gone, usage_of
 
+READ_ANEW = "x-kvkeep-read-anew"
+"""The header that says why a conversation of which messages were left out was read anew."""
+
 # Events of the engine as the chunks of a streamed chat or completion.
 
 
@@ -261,7 +264,7 @@ class GenerateRoutes:
                 results = await unless_gone(request, self._queue.results(streams, meter_of(request)))
             if after is not None:
                 await after()
-            return reply(self._whole(parsed, results))
+            return reply(self._whole(parsed, results), headers=self._told(streams))
         if parsed.echo and parsed.wants_logprobs:
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
         chunks = answer_chunks(
@@ -275,7 +278,14 @@ class GenerateRoutes:
         with in_words_of(parsed.parameters.form):
             ready = await unless_gone(request, begun(chunks))  # what is refused now has a status of its own
         ready = ready if after is None else followed(ready, after)
-        return EventStream(request, ready, ping_s=self._settings.ping_s, write_s=self._settings.read_timeout_s)
+        settings, told = self._settings, self._told(streams)
+        return EventStream(request, ready, ping_s=settings.ping_s, write_s=settings.read_timeout_s, headers=told)
+
+    def _told(self, streams: Sequence[AsyncEvents]) -> dict[str, str]:
+        """Return a header with the reason why requests were read anew whose clients have left out messages."""
+        numbers = [stream.number for stream in streams if stream.number is not None]
+        why = next(filter(None, map(self._served.engine.read_anew, numbers)), "")
+        return {READ_ANEW: why} if why else {}
 
     def _whole(self, parsed: ParsedRequest, results: list[Result]) -> dict[str, Any]:
         """Return the JSON body of an answer that is not streamed."""

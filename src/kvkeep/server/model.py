@@ -12,8 +12,9 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import fill, message_spans, reads, system_places
+from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.message_tokens import message_spans, message_starts, system_places
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans, from_start
@@ -108,7 +109,7 @@ class ServedModel:
             template: more arguments of `kvkeep.models.tokenization.encode_chat`.
 
         Raises:
-            InputError: see `kvkeep.models.chat_templates.message_spans`; or there is no such message.
+            InputError: see `kvkeep.models.message_tokens.message_spans`; or there is no such message.
         """
         messages = [] if isinstance(prompt, str) else [message for message in prompt if isinstance(message, dict)]
         chosen = system_places(messages) if places is None else sorted({_place(place, messages) for place in places})
@@ -122,6 +123,31 @@ class ServedModel:
             variables["add_generation_prompt"] = False
         found = message_spans(self.checkpoint, messages, chosen, tools, variables)
         return from_start(found) if chosen[0] == 0 else found
+
+    def message_starts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        places: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> dict[int, int]:
+        """Return how many of a conversation's tokens come before messages, where the chat template tells it.
+
+        Args:
+            messages: the conversation.
+            places: indexes of messages; ``len(messages)`` is the answer.
+            tools: functions of which the chat template tells the model.
+            template: more arguments of `kvkeep.models.tokenization.encode_chat`.
+
+        Raises:
+            InputError: see `kvkeep.models.message_tokens.message_starts`.
+        """
+        given = dict(template or {})
+        if self.checkpoint.tokenizer.chat_template is None or given.pop("add_special_tokens", False):
+            raise InputError("Messages are dropped by what the chat template alone writes, so they cannot be here.")
+        variables = {**given.pop("chat_template_kwargs", {}), **given}
+        return message_starts(self.checkpoint, messages, places, tools, variables)
 
     def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
         """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""

@@ -22,6 +22,7 @@ from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_wor
 from kvkeep.parameters import SYSTEM_SHARE, TRUNCATE_PROMPT_TOKENS
 from kvkeep.pins import Spans, spans, within
 from kvkeep.policies.base import Policy
+from kvkeep.server.message_drops import message_drops
 from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, check_policy
 from kvkeep.server.settings import CONVERSATION, ServerSettings, full_name
 
@@ -61,6 +62,16 @@ class BodyEncoder(Protocol):
         template: Mapping[str, Any] | None = None,
     ) -> Spans:
         """Return the spans of a conversation's tokens that hold some of its messages; ``None``: the system's."""
+
+    def message_starts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        places: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> dict[int, int]:
+        """Return how many of a conversation's tokens come before messages."""
 
     def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
         """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
@@ -130,6 +141,7 @@ def parse_request(
         wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw, "adapter": adapter}
         wishes["pins"] = message_pins(parameters, body, served, settings, {"policy": body.policy, **wishes}, len(ids))
         wishes["cache_salt"] = digest(body.cache_salt) or None
+        wishes |= message_drops(parameters, body, served)
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
@@ -206,6 +218,9 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
         wishes["pins"] = message_pins(parameters, body, served, settings, own)
     elif isinstance(body, ChatBody) and body.pin_messages:
         raise ParameterError("pin_messages", "counts the messages of a whole conversation; give it in the first turn")
+    if isinstance(body, ChatBody) and (body.drop_message or body.reposition):
+        given = "drop_message" if body.drop_message else "reposition"
+        raise ParameterError(given, "is for a whole conversation; a session drops with POST /v1/sessions/{id}/drop")
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
     return ParsedRequest(parameters, (make_request(parameters, sampling, wishes),), adapter=adapter)

@@ -119,7 +119,10 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
-_OWN_FIELDS = {"keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages"}
+_OWN_FIELDS = {
+    *("keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages", "drop_message"),
+    "reposition",
+}
 """Fields of kvkeep that the parameters of OpenAI's API go without."""
 
 
@@ -205,6 +208,14 @@ class ChatBody(Templated, Generating):
     pin_messages: list[int] | None = Field(
         None, description="Indexes of messages that are never evicted; -1: the last."
     )
+    drop_message: dict[str, list[int]] | list[int] | None = Field(
+        None,
+        description="AKV's: messages that leave the memory, by the index of the message after which they do; a list: "
+        "after the last one.",
+    )
+    reposition: bool | list[int] | None = Field(
+        None, description="AKV's: whether what follows dropped messages moves up, as it does under slot positions."
+    )
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
 
 
@@ -257,6 +268,17 @@ class RewindBody(Body):
 
     own: ClassVar[tuple[str, ...]] = ("turns",)
     turns: int = Field(1, ge=1, description="Turns that are taken back.")
+
+
+class DropBody(Body):
+    """The body of a request that drops tokens of a session."""
+
+    own: ClassVar[tuple[str, ...]] = ("messages", "spans", "reposition")
+    messages: list[int] | None = Field(None, description="Indexes of messages that leave the memory; -1: the last.")
+    spans: list[Span] | None = Field(None, description="Spans of positions that leave the memory.")
+    reposition: bool | None = Field(
+        None, description="Whether what follows moves up, as it does under slot positions; otherwise it is refused."
+    )
 
 
 class PinBody(Body):

@@ -1,4 +1,4 @@
-"""The routes of sessions: make, look at, fork, rewind, save, restore, delete. Their turns are chats."""
+"""The routes of sessions: make, look at, fork, rewind, pin, drop, save, restore, delete. Their turns are chats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvkeep.policies.registry import label
 from kvkeep.server.errors import parameter
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import in_thread
-from kvkeep.server.schemas import ForkBody, PinBody, RewindBody, SessionBody, body_of
+from kvkeep.server.schemas import DropBody, ForkBody, PinBody, RewindBody, SessionBody, body_of
 from kvkeep.server.session_registry import ServerSession, SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import owner_of, reply
@@ -96,6 +96,13 @@ class SessionRoutes:
         pins = spans([(start, stop) for start, stop in body.pins])
         return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
+    async def drop(self, request: Request) -> Response:
+        """Let tokens of a session leave its memory, and answer with its description."""
+        body = await body_of(request, DropBody, self._settings)
+        if not body.messages and not body.spans:
+            raise parameter("messages", "is missing: indexes of messages such as [3], or spans of positions in spans")
+        return reply(await self._changed(lambda: self._sessions.drop(owner_of(request), name(request), body)))
+
     async def save(self, request: Request) -> Response:
         """Write a session to the disk, and answer with its description."""
         return reply(await self._changed(lambda: self._sessions.save(owner_of(request), name(request))))
@@ -145,6 +152,7 @@ def card(entry: ServerSession, model: str) -> dict[str, Any]:
         "budget": session.budget,
         "messages": [dict(message) for message in session.messages],
         "seen_tokens": len(session.token_ids),
+        "dropped": [list(span) for span in session.history.dropped],
         "kv_bytes": session.nbytes,
         "turns_to_rewind": entry.turns_to_rewind,
     }
