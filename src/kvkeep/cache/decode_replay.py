@@ -17,6 +17,7 @@ from torch import Tensor
 from kvkeep.attention_stats import Statistic
 from kvkeep.backends.base import Backend, Repeat
 from kvkeep.kv.block import Block
+from kvkeep.policies._keep_prompt import keeps_share
 from kvkeep.policies.base import Policy
 from kvkeep.types import AttentionOptions, Budget, View
 
@@ -96,7 +97,9 @@ class DecodePaths:
 
     def why_not_fused(self, block: Block) -> str | None:
         """Return the reason why a step on a block cannot be fused; ``None`` if it may be tried."""
-        return self._not_fused if _knows_pins(block) else "a row has pins, of which a kernel knows nothing"
+        if not _knows_pins(block) or (keeps_share(self._policy) and not block.lead):
+            return "a row has pins, of which a kernel knows nothing"
+        return self._not_fused
 
     def may_record(self, block: Block, *, alone: bool) -> bool:
         """Return whether this step may be recorded: whether the next one can be the same with other tokens.

@@ -19,6 +19,7 @@ from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
 from kvkeep.pins import Spans
 from kvkeep.policies._head_budgets import average
+from kvkeep.policies._keep_prompt import keeps_share, reading, share_of
 from kvkeep.policies.base import Policy
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
 
@@ -232,6 +233,7 @@ def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
     """Return a mask of the tokens that stay after a prefill chunk."""
+    view = reading(policy, view, window=window)
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     # on a GPU the question itself would make the host wait
@@ -378,4 +380,5 @@ def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *,
     for row in range(rows if pins else 0):
         budget = budgets[row if len(budgets) == rows else 0]
         if window is None or budget < window:
-            policy.check_pins(budget, pins[row if len(pins) == rows else 0])
+            room = int(share_of(policy, budget)) if keeps_share(policy) else budget
+            policy.check_pins(room, pins[row if len(pins) == rows else 0])

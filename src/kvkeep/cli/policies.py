@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import types
@@ -214,6 +213,9 @@ def _value(expression: ast.expr) -> Any:
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
     """Return a policy's docstring, options and BibTeX entry as plain data."""
+    with fast_imports():
+        from kvkeep.policies.base import own_options
+
     summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or inspect.getdoc(cls) or "")
     kinds = typing.get_type_hints(cls)
     options = [
@@ -223,7 +225,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
             "default": field.default,
             "help": field.metadata.get("help", ""),
         }
-        for field in dataclasses.fields(cls)
+        for field in own_options(cls)
     ]
     presets = {preset: f"{name}:{text}" for preset, text in cls.presets.items()}
     return {"name": name, "summary": summary, **sections, "options": options, "presets": presets, "bibtex": cls.bibtex}

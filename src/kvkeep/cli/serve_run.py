@@ -41,6 +41,7 @@ from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
 from kvkeep.parameters import CONVERSATION_TTL, PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
+from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
@@ -77,7 +78,7 @@ class Answering(Protocol):
 def engine_options(request: ServeOptions) -> dict[str, Any]:
     """Return the options of the engine."""
     slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
-    rest = ("guard", "host_rows", "prefix_memory", "session_dir", "conversations", "conversation_ttl")
+    rest = ("guard", "keep_prompt", "host_rows", "prefix_memory", "session_dir", "conversations", "conversation_ttl")
     most = session_bytes(request)
     kept: dict[str, int | None] = {"session_memory": most, "conversation_memory": _FILES * most}
     if request.session_dir is None:  # sessions that a client has named have no other place
@@ -425,7 +426,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
     Raises:
         KVKeepError: something cannot be used.
     """
-    policy = parse_policy(request.policy)
+    policy = keeping(parse_policy(request.policy), request.keep_prompt)
     numbers = {"max_rows": request.max_rows, "kv_memory": request.kv_memory}
     for name, number in numbers.items():
         if number is not None:

@@ -24,7 +24,8 @@ from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import State
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
-from kvkeep.pins import within
+from kvkeep.pins import spans, within
+from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
 
@@ -220,10 +221,10 @@ class Conversations:
                 continue
             tokens = usable_tokens(entry.past, sequence.prompt, self._mode)
             pins = within(entry.session.pins, tokens)
-            fits = (
-                pins == within(sequence.pins, tokens)
-                and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
-            )
+            asked = within(sequence.pins, tokens)
+            # a prompt that stays whole pins what is held of it, and so whatever the memory pins
+            same = pins == asked or (keeps_whole(sequence.policy) and spans((*pins, *asked)) == asked)
+            fits = same and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
             if fits and tokens >= least:
                 best, least = (entry, tokens), tokens + 1
         return best

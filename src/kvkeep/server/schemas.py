@@ -119,7 +119,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
-_OWN_FIELDS = {"keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages"}
+_OWN_FIELDS = {"keep_ratio", "pins", "guard", "keep_prompt", "session_id", "cache_salt", "pin_system", "pin_messages"}
 """Fields of kvkeep that the parameters of OpenAI's API go without."""
 
 
@@ -175,6 +175,7 @@ class Generating(Body):
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
     pins: list[Span] | None = Field(None, description=parameters.PINS.help)
     guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
+    keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
     def openai_fields(self) -> dict[str, Any]:
         """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
@@ -237,12 +238,13 @@ class DetokenizeBody(Body):
 class SessionBody(Body):
     """A new session."""
 
-    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins")
+    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins", "keep_prompt")
     model: str | None = Field(None, description="The model, perhaps with an adapter, that answers all of its turns.")
     id: str | None = Field(None, description="Its name: up to 64 letters, digits, - and _. By default a new one.")
     policy: str | None = None
     budget: int | None = None
     pins: list[Span] | None = Field(None, description="Spans of the first turn's positions that are never evicted.")
+    keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
 
 class ForkBody(Body):
@@ -270,7 +272,7 @@ class PinBody(Body):
 class ResponseBody(Body):
     """The body of a response."""
 
-    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins")
+    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins", "keep_prompt")
     generates: ClassVar[bool] = True
     model: str | None = None
     input: str | list[Any]
@@ -298,6 +300,7 @@ class ResponseBody(Body):
     budget: int | None = None
     pins: list[Span] | None = None
     guard: float | None = None
+    keep_prompt: bool | float | None = None
 
 
 # Bodies of requests: bounded in size and time, strict JSON, and checked by their schema.
