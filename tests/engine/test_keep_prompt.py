@@ -15,7 +15,11 @@ from .test_equal import prompt_of
 
 BUDGET = 32
 TURNS = [prompt_of(seed, length) for seed, length in ((1, 9), (2, 4), (3, 6))]
-CASES = [(policy, keep) for policy in ("h2o:recent=2", "random", "rkv:buffer=3,window=2") for keep in (True, 0.5)]
+CASES = [
+    (policy, keep)
+    for policy in ("h2o:recent=2", "random", "random:buffer=5,recent=3", "vase:buffer=3,recent=2")
+    for keep in (True, 0.5)
+]
 
 
 def named(policy, keep):

@@ -16,7 +16,14 @@ from kvkeep.types import AttentionOptions, Phase
 OPTIONS = AttentionOptions(scaling=0.35)
 POLICIES = [
     *("h2o:recent=2", "local", "streaming_llm:sinks=1", "tova", "keyformer", "ahakv:recent=2", "knorm", "keydiff"),
-    *("random", "random:mode=reservoir", "rkv:buffer=3,window=2", "triattention:buffer=3,sinks=1,recent=2"),
+    *(
+        "random",
+        "random:mode=reservoir",
+        "random:buffer=3,recent=2",
+        "vase:buffer=3,recent=2",
+        "rkv:buffer=3,window=2",
+        "triattention:buffer=3,sinks=1,recent=2",
+    ),
     *("scissorhands:window=2,recent=2,drop=3", "scissorhands_release:window=4,recent=2", "h2o_avg:recent=2"),
     *("snapkv:window=2,decode=score", "topk:h2=0.5", "leverage", "sparse_strided:h2=0.25,stride=3", "h2o:decay=0.9"),
 ]

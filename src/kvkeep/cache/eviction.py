@@ -122,7 +122,7 @@ def fused_step(
         window: sliding window of the layer.
     """
     added, (query, key, value, now) = _added(policy, block, view), new
-    if added.ring is not None:  # such a step evicts nothing, and so protects nothing
+    if policy.bursts is not None:  # such a step evicts nothing, and so protects nothing
         limits = SlotLimits(view.seen, window=window)
     else:
         stay = limit(policy, view, block.state, window=window)
@@ -140,7 +140,9 @@ def fused(
         The attention output; ``None`` if the backend declines the step, and then nothing has changed.
     """
     out, ring = backend.step(step), step.added.ring
-    if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
+    if policy.bursts is None or out is None:
+        return out
+    if evict(policy, block, view, window=window, backend=backend) and ring is not None:
         block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
     return out
 
@@ -148,6 +150,8 @@ def fused(
 def _added(policy: Policy, block: Block, view: View) -> Added:
     """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
     state, lost = block.state, block.lost[..., 2:]
+    if policy.tally is None and policy.bursts is not None:
+        return Added((), is_score=False, lost=lost)  # a policy that rests between bursts
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.backends.base import AttentionInputs, Backend, SecondReading
 from kvkeep.budget import Number
-from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
+from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each, until_burst
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
 from kvkeep.cache.layer_block import BlockPlan, backend_for, lead_of, pin_read, store_for
 from kvkeep.cache.shared_budget import SharedBudget
@@ -541,7 +541,8 @@ class Layer:
         out = fused(self.policy, self.block, view, step, window=window, backend=self._backend)
         if out is not None and may_record and self.paths.may_record(self.block, alone=self._together is None):
             call = self._backend.repeat(step)
-            self.paths.recorded = None if call is None else Repeating(call, options)
+            until = until_burst(self.policy, self.block)
+            self.paths.recorded = None if call is None else Repeating(call, options, until)
         return out
 
     def _decode_plain(

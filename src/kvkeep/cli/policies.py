@@ -42,7 +42,7 @@ STARTS = {
 
 KINDS = {
     "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "defensivekv", "blend"),
-    "follow the attention of the newest tokens": ("tova", "topk", "ahakv", "rkv"),
+    "follow the attention of the newest tokens": ("tova", "topk", "ahakv", "rkv", "vase"),
     "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
     "guess what later tokens will attend to": ("reread", "expected_attention", "triattention"),
     "look at keys alone": ("leverage", "keydiff", "knorm"),
