@@ -18,7 +18,7 @@ from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
-from kvkeep.policies import CONVERSATION, LATER
+from kvkeep.policies import FALLBACK
 from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
 from kvkeep.policies._keep_prompt import check_budget, check_read
 from kvkeep.policies.base import Policy
@@ -130,7 +130,7 @@ class Layout:
         why = joint_refusal(
             windows=bool(windows) and all(windows.values()),
             chunk=bool(prefill_chunk),
-            layer_budget=asked and not beside_windows,
+            layer_budget=asked and not beside_windows and how != "uniform",
             split=heads != ALONE,
         )
         if why and policy.shares_layers:
@@ -312,15 +312,15 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
         )
 
 
-def policy_for_later(config: PreTrainedConfig) -> Policy:
-    """Return the policy of texts that are asked about later: `LATER`, or `CONVERSATION` on a model that it does not
-    run on, such as one without rotary positions.
+def default_policy(config: PreTrainedConfig, name: str) -> Policy:
+    """Return a policy that commands take by default, or `FALLBACK` on a model that it does not run on, such as one
+    without rotary positions.
     """
-    policy = parse(LATER)
+    policy = parse(name)
     try:
         Layout.of(config, policy)
     except (UnsupportedModelError, UnsupportedOperationError):
-        return parse(CONVERSATION)
+        return parse(FALLBACK)
     return policy
 
 
