@@ -2,7 +2,7 @@
 
     kvkeep calibrate MODEL --for triattention --text NOVEL -o queries.pt
     python bench/long_answers.py MODEL --text NOVEL --output DIR --calibration queries.pt
-    python bench/long_answers.py MODEL --text NOVEL --output DIR --prompts 16 --new 24 --budgets 32 --limit 1   # minutes
+    python bench/long_answers.py MODEL --text NOVEL --output DIR --prompts 16 --new 24 --budgets 32 --limit 1
 
 One GPU day (Qwen3-8B, not measured yet):
 

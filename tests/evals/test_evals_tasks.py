@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from importlib import resources
 
 import model_folders
@@ -215,7 +216,7 @@ def test_agreement_and_kl_of_an_evicting_cache_against_a_loop():
 
 
 def test_agreement_along_long_answers_after_short_prompts():
-    task = load(Agreement, prompt_tokens=5, new_tokens=30)
+    task = load(Agreement, replace(OPTIONS, prompt_tokens=5, new_tokens=30))
     assert (task.ids.shape[1], task.new) == (5, 30)
     assert list(task.cases()) == ["prompt=5,new=30"]
     with pytest.raises(InputError, match="new_tokens=0"):

@@ -151,4 +151,4 @@ def save(content: dict[str, Any], path: Path) -> None:
     try:
         write_whole(in_full(path), buffer.getvalue())
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}. Give another file with --output.") from error
+        raise InputError(f"{path} cannot be written: {error.strerror}. Give another `output`.") from error

@@ -20,7 +20,7 @@ from kvkeep.types import Queries, Report, State, Turning, View
 
 # The mean query of a head in pairs of dims that are rotated together, from a prompt or from a file.
 
-_REMEDY = "Pass a file of kvkeep calibrate --for triattention, or of the official code of TriAttention."
+_REMEDY = "Pass a file that kvkeep calibrate has written for triattention, or the official code of TriAttention."
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class MeanQueries(Rounds):
     """Adds up the queries of prompts before their rotation, and the lengths of their rotated pairs."""
 
     calibration: str | None = option(
-        None, "file with the mean queries of this model: `kvkeep calibrate --for triattention`, or the official code"
+        None, "file with the mean queries of this model, which `kvkeep calibrate` or the official code has written"
     )
 
     summaries: ClassVar[Mapping[str, str]] = {"query": "D", "length": "D", "count": ""}
