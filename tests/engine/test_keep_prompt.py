@@ -186,3 +186,16 @@ def test_a_cache_that_was_restored_goes_on_bit_for_bit(keep):
             assert torch.equal(one, two)
     with pytest.raises(SnapshotError, match="policy"):
         kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", BUDGET).restore(0, snapshot)
+
+
+@pytest.mark.parametrize("heads", ["ada:0.2", "global:0.2"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_caches_of_ones_own_keep_it_with_beams_and_shared_budgets(heads, beams):
+    cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", BUDGET, head_budget=heads, keep_prompt=True)
+    ids = torch.tensor([prompt_of(1, 14)])
+    for _ in range(2):
+        model("llama").generate(ids, past_key_values=cache, max_new_tokens=45, do_sample=False, num_beams=beams)
+        for layer in cache.bounded_layers().values():
+            rows = layer.block.opened().store.positions.tolist()
+            assert all({*range(14)} <= set(head) for row in rows for head in row)
+        cache.reset()
