@@ -53,7 +53,7 @@ class Parameter:
     def json_types(self) -> tuple[type, ...]:
         """Return the types that the parameter's value may have in JSON."""
         if self.takes_flag:
-            return (bool, self.kind)
+            return (bool, int, float) if self.kind is float else (bool, self.kind)
         return (int, float) if self.kind is float else (self.kind,)
 
     def allows(self, number: int | float) -> bool:
@@ -293,6 +293,19 @@ GUARD = Parameter(
 PINS = Parameter(
     name="pins", kind=list, help="Spans of the prompt's positions that are never evicted.", group=MEMORY, default=()
 )
+KEEP_PROMPT = Parameter(
+    name="keep_prompt",
+    kind=float,
+    help="true: no token of a prompt is evicted, only generated ones are. 0.5: the prompt is cut to half of the budget "
+    "first. Default: false.",
+    group=MEMORY,
+    least=0,
+    most=1,
+    excludes_least=True,
+    takes_flag=True,
+    metavar="SHARE",
+    words=("true", "0.5"),
+)
 CONVERSATIONS = Parameter(
     name="conversations",
     kind=str,
@@ -374,7 +387,7 @@ POSITIONS = Parameter(
     words=("true", "slot"),
     rare=True,
 )
-REQUEST_CACHE_PARAMETERS = (POLICY, BUDGET, GUARD, PINS)
+REQUEST_CACHE_PARAMETERS = (POLICY, BUDGET, GUARD, PINS, KEEP_PROMPT)
 """What a single request may say about its cache."""
 
 DTYPE = Parameter(

@@ -19,6 +19,7 @@ from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
 from kvkeep.pins import Spans
 from kvkeep.policies._head_budgets import average
+from kvkeep.policies._keep_prompt import keeps_share, reading, share_of
 from kvkeep.policies.base import Policy
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
 
@@ -121,7 +122,7 @@ def fused_step(
         window: sliding window of the layer.
     """
     added, (query, key, value, now) = _added(policy, block, view), new
-    if added.ring is not None:  # such a step evicts nothing, and so protects nothing
+    if policy.bursts is not None:  # such a step evicts nothing, and so protects nothing
         limits = SlotLimits(view.seen, window=window)
     else:
         stay = limit(policy, view, block.state, window=window)
@@ -139,7 +140,9 @@ def fused(
         The attention output; ``None`` if the backend declines the step, and then nothing has changed.
     """
     out, ring = backend.step(step), step.added.ring
-    if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
+    if policy.bursts is None or out is None:
+        return out
+    if evict(policy, block, view, window=window, backend=backend) and ring is not None:
         block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
     return out
 
@@ -147,6 +150,8 @@ def fused(
 def _added(policy: Policy, block: Block, view: View) -> Added:
     """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
     state, lost = block.state, block.lost[..., 2:]
+    if policy.tally is None and policy.bursts is not None:
+        return Added((), is_score=False, lost=lost)  # a policy that rests between bursts
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score
@@ -232,6 +237,7 @@ def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
     """Return a mask of the tokens that stay after a prefill chunk."""
+    view = reading(policy, view, window=window)
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     # on a GPU the question itself would make the host wait
@@ -381,4 +387,5 @@ def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *,
     for row in range(rows if pins else 0):
         budget = budgets[row if len(budgets) == rows else 0]
         if window is None or budget < window:
-            policy.check_pins(budget, pins[row if len(pins) == rows else 0])
+            room = int(share_of(policy, budget)) if keeps_share(policy) else budget
+            policy.check_pins(room, pins[row if len(pins) == rows else 0])

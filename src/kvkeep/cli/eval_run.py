@@ -343,6 +343,8 @@ def _options(request: EvalOptions) -> list[Options]:
         turns=request.turns,
         window=request.window,
         stride=request.stride,
+        prompt_tokens=request.prompt_tokens,
+        new_tokens=request.new_tokens,
         data=request.data,
         shots=request.shots,
         parts=request.parts,

@@ -35,6 +35,7 @@ from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, count, end, spans
+from kvkeep.policies._keep_prompt import keeping, keeps_whole
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import STATEFUL
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, policy_named, rule
@@ -390,7 +391,8 @@ class Admission:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
         policy, budget, adapter = self.settle(
-            request.policy, request.budget, made_of(request.snapshot), request.adapter
+            *(request.policy, request.budget, made_of(request.snapshot), request.adapter),
+            keep_prompt=request.keep_prompt,
         )
         request = request if adapter == request.adapter else request.replaced(adapter=adapter)
         if request.snapshot is not None:
@@ -531,12 +533,13 @@ class Admission:
             )
 
     def _levels(self, policy: Policy, budget: int, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the budgets among which a guarded request chooses, in ascending order, after checking its pins. Return
-        an empty tuple for a request without a guard.
+        """Return the budgets among which a guarded request chooses, in ascending order, after checking its pins and
+        the prompt that is to stay whole. Return an empty tuple for a request without a guard.
 
         Raises:
             InputError: a pin lies outside of the prompt, or no budget can be chosen.
-            BudgetError: some layer's budget is too small for pinned and protected tokens together.
+            BudgetError: some layer's budget is too small for pinned and protected tokens together, or for a prompt
+                that stays whole.
         """
         pins, n = cast(Spans, request.pins), len(cast(GenericSequence[int], request.prompt))
         before = len(past.ids)
@@ -551,6 +554,8 @@ class Admission:
             )
         if pins:
             self.check_pins(policy, budget, spans((*past.pins, *pins)))
+        if keeps_whole(policy):
+            self._layout(policy).check_read(budget, spans((*past.pins, *pins, (before, n))))
         if request.guard is None:
             return ()
         if before:
@@ -594,12 +599,14 @@ class Admission:
         budget: int | None,
         made: Fingerprint | None = None,
         adapter: str | None = None,
+        *,
+        keep_prompt: bool | float | None = None,
     ) -> Settled:
         """Resolve the policy, the budget and the adapter of a request or a session, and check them against its
         snapshot.
 
         What is ``None`` comes from ``made``, the fingerprint of a memory that is continued, or else from the engine. An
-        engine's adapter is none.
+        engine's adapter is none. The policy gets ``keep_prompt``.
 
         Raises:
             KVKeepError: the budget is more than the engine's, the model has no such adapter, or the memory belongs to
@@ -610,6 +617,8 @@ class Admission:
             policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
+        # a memory says of itself whether it keeps prompts
+        found = keeping(found, keep_prompt, self._policy.keep_prompt if made is None else None)
         number = self._budget if budget is None else budgets.check_one(budget)
         if number > self._budget:
             raise BudgetError(

@@ -25,7 +25,8 @@ from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import State
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
-from kvkeep.pins import end, within
+from kvkeep.pins import end, spans, within
+from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
 
@@ -329,10 +330,10 @@ class Conversations:
             later = reader.asks_later
             tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, for_later=later)
             pins = within(entry.session.pins, tokens)
-            fits = (
-                pins == within(sequence.pins, tokens)
-                and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
-            )
+            asked = within(sequence.pins, tokens)
+            # a prompt that stays whole pins what is held of it, and so whatever the memory pins
+            same = pins == asked or (keeps_whole(sequence.policy) and spans((*pins, *asked)) == asked)
+            fits = same and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
             if fits and tokens >= least:
                 best, least = (entry, tokens), tokens + 1
         return best

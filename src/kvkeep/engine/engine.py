@@ -48,6 +48,7 @@ from kvkeep.models.tokenization import noted
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS, SYSTEM_SHARE
 from kvkeep.pins import Span, Spans
 from kvkeep.policies import DEFAULT
+from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending, Snapshot
@@ -129,6 +130,7 @@ class Engine:
         conversation_ttl: seconds after which such a memory is forgotten if nobody uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
         guard: of requests that have none, see `Request`.
+        keep_prompt: of requests and sessions that say nothing about it, see `BoundedCache`.
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
@@ -162,6 +164,7 @@ class Engine:
         conversation_ttl: float = CONVERSATION_TTL.default,
         graphs: bool | None = None,
         guard: float | None = None,
+        keep_prompt: bool | float | None = None,
     ) -> None:
         numbers = {"rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "decode_every": decode_every}
         check_numbers(budget, **numbers)
@@ -170,7 +173,7 @@ class Engine:
         prepare(self.model)
         beyond = {"host_rows": host_rows, "session_dir": session_dir, "conversation_memory": conversation_memory}
         check_split(self.model.config, **beyond, graphs=graphs)
-        self.policy, self.budget = usable(policy), budget
+        self.policy, self.budget = keeping(usable(policy), keep_prompt), budget
         device = device_of(self.model)
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
@@ -370,7 +373,7 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def session(
+    def session(  # noqa: PLR0913  the choices of a user
         self,
         *,
         name: str | None = None,
@@ -380,6 +383,7 @@ class Engine:
         snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
         adapter: str | None = None,
+        keep_prompt: bool | float | None = None,
         create: bool = True,
     ) -> Session:
         """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
@@ -393,6 +397,8 @@ class Engine:
             snapshot: the memory that the session continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
             adapter: the model's adapter; by default the snapshot's or the saved session's, or else none.
+            keep_prompt: whether the prompts of its turns stay, see `BoundedCache`; by default the snapshot's, or else
+                the engine's.
             create: whether a session is made if none has this name.
 
         Raises:
@@ -414,6 +420,7 @@ class Engine:
                 snapshot=snapshot,
                 pins=pins,
                 adapter=adapter,
+                keep_prompt=keep_prompt,
             )
 
     @property
@@ -630,6 +637,7 @@ class Engine:
                         budget=sequence.budget,
                         sequence=sequence.request.sequence,
                         pins=(*sequence.held_pins, *sequence.pins),
+                        prompt_tokens=len(sequence.to_read),
                     )
 
     def _session_host(self) -> SessionHost:

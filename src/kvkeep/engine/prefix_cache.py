@@ -12,7 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as GenericSequence
 from itertools import islice
+from typing import cast
 
+from kvkeep import pins as spans
 from kvkeep.engine.drops import due
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import whole_within
@@ -108,7 +110,7 @@ class PrefixCache:
             return
         key = next(islice(self._borders(sequence), sequence.fed // self._chunk - 1, None))
         if key not in self._found:
-            contents = rows.take(sequence.row)
+            contents = _taken(sequence, rows)
             self._found[key] = contents
             self.held_bytes += contents.nbytes
         self._found.move_to_end(key)
@@ -129,6 +131,13 @@ class PrefixCache:
         weights, length = self._weights(sequence.request.adapter), self._length_key(len(sequence.prompt))
         for digest in sequence.borders:
             yield sequence.settings, weights, length, digest
+
+
+def _taken(sequence: Sequence, rows: KVManager) -> Contents:
+    """Return a copy of a row without pins of tokens that are still to be read: other prompts may differ there."""
+    contents = rows.take(cast(int, sequence.row))
+    pins = contents.layers[0].pins if contents.layers else ()
+    return contents.pinned(spans.within(pins, sequence.fed)) if spans.end(pins) > sequence.fed else contents
 
 
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
@@ -158,6 +167,7 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
         budget=sequence.budget,
         sequence=sequence.request.sequence,
         pins=sequence.pins,
+        prompt_tokens=len(sequence.to_read),
         contents=contents,
     )
     sequence.hosted = None

@@ -22,6 +22,7 @@ from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Span, spans
+from kvkeep.policies._keep_prompt import checked_keep_prompt
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep.snapshot.snapshot import Snapshot
@@ -326,6 +327,8 @@ class Request:
             identity get the same tokens.
         pins: spans of the prompt's positions that no policy may evict, such as ``((0, 120),)``; kept as
             `kvkeep.pins.spans` returns them.
+        keep_prompt: whether the prompt stays in the slots while the answer is generated: ``True``, ``False``, or the
+            share of the budget to which it is cut first; by default the engine's. See `BoundedCache`.
         guard: take the smallest of a quarter, half and all of the budget at which the prompt's cut loses at most this
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
         snapshot: the memory that the prompt continues. Policy, budget and adapter are then by default the snapshot's.
@@ -365,6 +368,7 @@ class Request:
     prompt_logprobs: int | None = None
     sequence: int = 0
     pins: Sequence[Span] = ()
+    keep_prompt: bool | int | float | None = None
     guard: float | None = None
     snapshot: Snapshot | None = None
     adapter: str | None = None
@@ -380,6 +384,7 @@ class Request:
         object.__setattr__(self, "pins", spans(self.pins))
         object.__setattr__(self, "drops", drops_of(self.drops))
         object.__setattr__(self, "guard", checked_guard(self.guard))
+        object.__setattr__(self, "keep_prompt", checked_keep_prompt(self.keep_prompt))
         object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", stop_ids(self.stop_token_ids))
         object.__setattr__(self, "structured_outputs", structure_of(self.structured_outputs))

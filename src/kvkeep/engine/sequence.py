@@ -20,7 +20,8 @@ from kvkeep.engine.host_copies import Pinned
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.sampling_params import RepetitionDetectionParams
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.pins import Spans, count
+from kvkeep.pins import Spans, count, spans
+from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending
@@ -30,7 +31,7 @@ _FREE = {
     *("prompt", "messages", "raw", "chat", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages", "reposition"),
+    *("policy", "budget", "keep_prompt", "sequence", "snapshot", "owner", "keep_as", "noted_messages", "reposition"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -231,8 +232,11 @@ class Sequence:
 
     @property
     def pins(self) -> Spans:
-        """Return the spans of the prompt that may not be evicted."""
-        return cast(Spans, self.request.pins)
+        """Return the spans of the prompt that may not be evicted: those of the request, and all that is to be read if
+        prompts stay whole.
+        """
+        pins = cast(Spans, self.request.pins)
+        return spans((*pins, (self.held, len(self.prompt)))) if keeps_whole(self.policy) else pins
 
     @property
     def settings(self) -> tuple[Hashable, ...]:

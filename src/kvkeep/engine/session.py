@@ -107,7 +107,10 @@ class SessionMemory:
         # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
-        settled = {"policy": policy, "budget": budget, "adapter": adapter}
+        if asked.request.keep_prompt is not None:
+            raise InputError("`keep_prompt` belongs to the session: give it when the session is made.")
+        keeps = False if policy.keep_prompt is None else policy.keep_prompt  # not the engine's
+        settled = {"policy": policy, "budget": budget, "adapter": adapter, "keep_prompt": keeps}
         request = asked.request.replaced(**settled, sequence=sequence, pins=pin_spans(pins))
         made = self._admission.check(request, asked.id, past)
         made.times, made.reads, made.left = asked.times, asked.reads, asked.left
@@ -680,7 +683,7 @@ class Sessions:
         """Return the bytes of all memories in main memory, and the bytes of the folder's files."""
         return self._store.held_bytes, self._store.folder.nbytes if self._store.folder else 0
 
-    def open(
+    def open(  # noqa: PLR0913  the choices of a user
         self,
         host: SessionHost,
         name: str | None,
@@ -691,6 +694,7 @@ class Sessions:
         snapshot: Snapshot | None,
         pins: GenericSequence[Span] = (),
         adapter: str | None = None,
+        keep_prompt: bool | float | None = None,
     ) -> Session:
         """Return the open session of a name, the saved one, or a new one, see `Engine.session`.
 
@@ -712,11 +716,11 @@ class Sessions:
             if pins and (found or kept):
                 raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
             if found is not None:
-                return _agreed(found, host, policy, budget, adapter)
+                return _agreed(found, host, policy, budget, adapter, keep_prompt)
         if kept is not None:
             snapshot = self._store.load(kept)
             seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        settled = host.admission.settle(policy, budget, made_of(snapshot), adapter)
+        settled = host.admission.settle(policy, budget, made_of(snapshot), adapter, keep_prompt=keep_prompt)
         return self._made(host, name, settled, seed=seed, snapshot=snapshot, kept=kept, pins=pin_spans(pins))
 
     def is_open(self, name: str) -> bool:
@@ -788,7 +792,12 @@ class Sessions:
 
 
 def _agreed(
-    session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None, adapter: str | None
+    session: Session,
+    host: SessionHost,
+    policy: str | Policy | None,
+    budget: int | None,
+    adapter: str | None,
+    keep_prompt: bool | float | None,
 ) -> Session:
     """Return an open session, after checking that the policy, budget and adapter asked for are its own.
 
@@ -796,8 +805,12 @@ def _agreed(
         InputError: the session has another policy, budget or adapter.
     """
     adapter = session.adapter if adapter is None else adapter
+    if keep_prompt is None and policy is None:
+        keep_prompt = False if session.policy.keep_prompt is None else session.policy.keep_prompt
     asked = host.admission.settle(
-        session.policy if policy is None else policy, budget or session.budget, adapter=adapter
+        *(session.policy if policy is None else policy, budget or session.budget),
+        adapter=adapter,
+        keep_prompt=keep_prompt,
     )
     if asked.adapter != session.adapter:
         raise InputError(

@@ -336,6 +336,7 @@ _SAME = (
     "policy",
     "budget",
     "guard",
+    "keep_prompt",
 )
 _OPTIONS = {
     **{name: name for name in (*_SAME, "include_stop_str_in_output", "skip_special_tokens")},

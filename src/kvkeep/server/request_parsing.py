@@ -204,7 +204,7 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
     parameters, *_ = _read(CHAT, body, served, tells=not before)
     if parameters.n != 1:
         raise ParameterError("n", "is more than 1, and a session goes on with one answer; fork it for more")
-    for name in ("policy", "budget", "keep_ratio"):
+    for name in ("policy", "budget", "keep_ratio", "keep_prompt"):
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
     whole = [*(parameters.template.keys() - {"chat_template_kwargs"})]
@@ -270,8 +270,8 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard) as options of a request. The
-    policy is checked too.
+    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard, ``keep_prompt``) as options of a
+    request. The policy is checked too.
 
     Raises:
         KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
@@ -287,6 +287,8 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
         options["pins"] = spans([(start, stop) for start, stop in body.pins])
     if body.guard is not None:
         options["guard"] = float(body.guard)
+    if body.keep_prompt is not None:
+        options["keep_prompt"] = body.keep_prompt
     return options
 
 

@@ -120,8 +120,8 @@ class StreamOptions(Body):
 
 
 _OWN_FIELDS = {
-    *("keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages", "drop_message"),
-    "reposition",
+    *("keep_ratio", "pins", "guard", "keep_prompt", "session_id", "cache_salt", "pin_system", "pin_messages"),
+    *("drop_message", "reposition"),
 }
 """Fields of kvkeep that the parameters of OpenAI's API go without."""
 
@@ -178,6 +178,7 @@ class Generating(Body):
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
     pins: list[Span] | None = Field(None, description=parameters.PINS.help)
     guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
+    keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
     def openai_fields(self) -> dict[str, Any]:
         """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
@@ -248,12 +249,13 @@ class DetokenizeBody(Body):
 class SessionBody(Body):
     """A new session."""
 
-    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins")
+    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins", "keep_prompt")
     model: str | None = Field(None, description="The model, perhaps with an adapter, that answers all of its turns.")
     id: str | None = Field(None, description="Its name: up to 64 letters, digits, - and _. By default a new one.")
     policy: str | None = None
     budget: int | None = None
     pins: list[Span] | None = Field(None, description="Spans of the first turn's positions that are never evicted.")
+    keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
 
 class ForkBody(Body):
@@ -292,7 +294,7 @@ class PinBody(Body):
 class ResponseBody(Body):
     """The body of a response."""
 
-    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins")
+    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins", "keep_prompt")
     generates: ClassVar[bool] = True
     model: str | None = None
     input: str | list[Any]
@@ -320,6 +322,7 @@ class ResponseBody(Body):
     budget: int | None = None
     pins: list[Span] | None = None
     guard: float | None = None
+    keep_prompt: bool | float | None = None
 
 
 # Bodies of requests: bounded in size and time, strict JSON, and checked by their schema.

@@ -259,7 +259,7 @@ class SessionRegistry:
 
     @_alone
     def make(self, owner: str, body: SessionBody, adapter: str | None = None) -> ServerSession:
-        """Open a new session with the name, policy, budget and pins of a body, and with an adapter.
+        """Open a new session with the name, policy, budget, pins and ``keep_prompt`` of a body, and with an adapter.
 
         Raises:
             RefusalError: the name is taken or cannot be used, or there are too many sessions.
@@ -269,6 +269,7 @@ class SessionRegistry:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
         settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins, "adapter": adapter}
+        settings["keep_prompt"] = body.keep_prompt
         entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
         entry.beginning, entry.states = settings, TurnStates(None)
         return entry

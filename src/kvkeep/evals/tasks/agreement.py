@@ -48,7 +48,7 @@ class _Reference:
 @final
 @dataclass
 class Agreement(Task):
-    """Share of equal next tokens, and KL(full ‖ bounded) in nats."""
+    """Share of equal next tokens, KL(full ‖ bounded) in nats, and tokens before the first one that differs."""
 
     name: ClassVar[str] = "agreement"
     VERSION: ClassVar[int] = 1
@@ -64,11 +64,13 @@ class Agreement(Task):
         """Return the task, with the text cut into prompts.
 
         Raises:
-            InputError: the text is too short.
+            InputError: the text is too short, or the model has no positions for prompt and answer.
         """
         room = checkpoint.trained_length or PROMPT + NEW
-        new = min(NEW, max(2, room // 8))
-        length = min(PROMPT, room - new)
+        new = options.new_tokens or min(NEW, max(2, room // 8))
+        length = options.prompt_tokens or (PROMPT if options.new_tokens else min(PROMPT, room - new))
+        if options.new_tokens or options.prompt_tokens:
+            task.check_positions(checkpoint, length + new, "agreement", "new_tokens")
         ids = task.windows(checkpoint, options, rows=options.limit or PROMPTS, length=length)
         return cls(ids, new, task.describe(options))
 
@@ -94,17 +96,22 @@ class Agreement(Task):
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
         """Feed the continuation, and compare each next-token distribution with that of the full cache."""
-        equal, kl, memory = [], [], MemoryUsage()
+        equal, kl, firsts, memory = [], [], [], MemoryUsage()
         for at, reference in zip(self._batches(), self.references, strict=True):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
             drive.feed(self.ids[at], last_only=True)
+            rows = []
             for step, full in enumerate(reference.logits):
                 bounded = drive.feed(reference.tokens[:, step : step + 1])[:, -1]
                 full = full.to(bounded.device)
-                equal.append((full.argmax(dim=-1) == bounded.argmax(dim=-1)).float().cpu())
+                rows.append((full.argmax(dim=-1) == bounded.argmax(dim=-1)).float().cpu())
                 kl.append(task.kl(full, bounded).cpu())
+            equal += rows
+            # the product of all steps so far is 1 until the first token that differs
+            firsts.append(torch.stack(rows).cumprod(dim=0).sum(dim=0))
             memory += drive.cache.memory()
-        return TaskOutcome(_score(torch.cat(equal), torch.cat(kl), self._steps()), memory)
+        found = _score(torch.cat(equal), torch.cat(kl), self._steps())
+        return TaskOutcome({**found, "first_difference": torch.cat(firsts).double().mean().item()}, memory)
 
     def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
         """Return the full cache's greedy continuation of prompts, and the logits behind each of its tokens."""
