@@ -20,9 +20,10 @@ from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.pins import Span, spans
+from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
+from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.types import MemoryUsage
 
@@ -334,6 +335,7 @@ class Request:
             of an earlier one of the same owner, if it begins with its tokens; ``""``: from none.
         keep_as: the name of the session that keeps the memory at the end, for later requests of the owner.
         noted_messages: the messages that the prompt's token ids stand for, as that session notes them.
+        return_memory: say in the result which tokens the memory holds at the end.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -368,6 +370,7 @@ class Request:
     owner: str = ""
     keep_as: str | None = None
     noted_messages: Sequence[Mapping[str, Any]] = ()
+    return_memory: bool = False
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -396,7 +399,7 @@ class Request:
         Raises:
             InputError: a value has another type.
         """
-        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens", "return_memory"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
@@ -474,6 +477,28 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """Which tokens a memory holds.
+
+    Attributes:
+        token_ids: all tokens that it has seen.
+        positions: of the tokens that each layer holds, ``(Hk, used)``; ``-1``: an empty slot.
+        pins: spans of positions that may not be evicted.
+    """
+
+    token_ids: Sequence[int] = ()
+    positions: tuple[Tensor, ...] = ()
+    pins: Spans = ()
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], contents: Contents) -> HeldTokens:
+        """Return the tokens that a memory holds, given those that its text has, which may be more than it has seen."""
+        layers = contents.layers
+        positions = tuple(layer.positions.cpu() for layer in layers)
+        return cls(token_ids[: contents.seen], positions, layers[0].pins if layers else ())
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished request.
@@ -501,6 +526,7 @@ class Result:
             beginning of prompts.
         prompt_logprobs: one entry per token of the prompt but the first, if asked for.
         end_token: whether the last token is one that ends a text, and no part of it.
+        memory: the tokens that its memory held at its end, if asked for; ``None``: the request ended without a row.
     """
 
     id: int
@@ -521,6 +547,7 @@ class Result:
     cached_tokens: int = 0
     prompt_logprobs: tuple[Logprob, ...] = ()
     end_token: bool = False
+    memory: HeldTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.grammar import Constraint
 from kvkeep.engine.host_copies import Pinned
-from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
+from kvkeep.engine.request import Event, FinishReason, HeldTokens, Logprob, Request, Result
 from kvkeep.engine.sampling_params import RepetitionDetectionParams
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Spans
@@ -29,7 +29,7 @@ _FREE = {
     *("prompt", "messages", "raw", "chat", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages"),
+    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages", "return_memory"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -128,6 +128,7 @@ class Sequence:
         counted: the number of new tokens in ``counts``.
         memory_usage: bytes of its row at its end.
         lost: the attention that its evicted tokens carried.
+        memory: the tokens that its memory held at its end, if asked for.
         levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
         reads: whether it ends as soon as its prompt has been read.
         cached: tokens of the prompt that the model need not read, because their memory was there.
@@ -166,6 +167,7 @@ class Sequence:
     counted: int = 0
     memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
     lost: LostMass = field(default_factory=LostMass)
+    memory: HeldTokens | None = None
     levels: tuple[int, ...] = ()
     reads: bool = False
     cached: int = 0
@@ -332,6 +334,7 @@ class Sequence:
             memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
+            memory=self.memory,
             end_token=self._hides_end,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
         )

@@ -255,7 +255,8 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard) as options of a request. The
+    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard, ``return_memory``) as options of
+    a request. The
     policy is checked too.
 
     Raises:
@@ -272,6 +273,8 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
         options["pins"] = spans([(start, stop) for start, stop in body.pins])
     if body.guard is not None:
         options["guard"] = float(body.guard)
+    if isinstance(body, ChatBody) and body.return_memory:
+        options["return_memory"] = True
     return options
 
 

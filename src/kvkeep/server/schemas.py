@@ -119,7 +119,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
-_OWN_FIELDS = {"keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages"}
+_OWN_FIELDS = {"keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages", "return_memory"}
 """Fields of kvkeep that the parameters of OpenAI's API go without."""
 
 
@@ -206,6 +206,7 @@ class ChatBody(Templated, Generating):
         None, description="Indexes of messages that are never evicted; -1: the last."
     )
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
+    return_memory: bool | None = Field(None, description="Say which tokens the memory holds at the end.")
 
 
 class CompletionBody(Generating):
