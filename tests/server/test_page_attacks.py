@@ -298,3 +298,28 @@ def test_thirty_turns_stay_within_every_width(page):
         page.set_viewport_size({"width": width, "height": 800})
         page.wait_for_timeout(50)
         assert fits(page), width
+
+
+def test_what_is_edited_stays_while_other_things_change(chromium, server):
+    with opened(chromium, server, max_tokens="200") as page:
+        answers(page, "Well")
+        ask(page, "First")
+        page.get_by_role("button", name="Edit").click()
+        page.keyboard.type(" changed")
+        other = page.context.new_page()
+        other.goto(server.url)
+        answers(other, "Well")
+        ask(other, "Second")
+        page.get_by_role("button", name="Second", exact=True).wait_for()
+        assert page.input_value(".edit textarea") == "First changed"
+        page.keyboard.press("Escape")
+        page.unroute("**/v1/chat/completions")
+        page.fill("#text", "Long")
+        page.press("#text", "Enter")
+        page.get_by_role("button", name="Rename First").click(force=True)
+        ready(page)
+        page.keyboard.press("Control+A")
+        page.keyboard.type("Renamed")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Renamed", exact=True).wait_for()
+        assert page.locator("article").count() == 4

@@ -41,6 +41,7 @@ function read(key) {
   try {
     const found = JSON.parse(local.getItem(key));
     const texts = Object.values(found.messages).every((message) => typeof message.text === "string");
+    found.settings ??= {};
     return PREFIX + found.id === key && typeof found.name === "string" && texts ? found : null;
   } catch {
     return null;

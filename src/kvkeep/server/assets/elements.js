@@ -17,6 +17,17 @@ export function button(name, key, work, properties = {}) {
   return made;
 }
 
+/* Give an element these children, and leave those that are in place untouched: taken out, they would lose the focus. */
+export function fill(parent, children) {
+  children.forEach((child, i) => {
+    const there = parent.children[i];
+    if (there === child) return;
+    if (there) there.replaceWith(child);
+    else parent.append(child);
+  });
+  while (parent.children.length > children.length) parent.lastChild.remove();
+}
+
 /* Make parts of the page anew. A button that has the focus gets it back, or else the message's box does. */
 export function keepingFocus(draw) {
   const before = document.activeElement;
@@ -27,23 +38,22 @@ export function keepingFocus(draw) {
   (again ?? at("text")).focus({ preventScroll: true });
 }
 
-/* Put a field in place of an element. Enter gives its text to `save`, Escape brings the element back. */
+/* Put a field in place of an element, until Enter or Escape ends it. Then `save` gets the text, empty after Escape. */
 export function edit(shown, text, label, save) {
   const field = element("textarea", { value: text, rows: Math.min(10, text.split("\n").length), ariaLabel: label });
   const form = element("form", { className: "edit" }, field, element("button", {}, "Save"));
-  const end = () => {
+  const end = (changed) => {
     form.replaceWith(shown);
     at("text").focus();
+    save(changed);
   };
-  form.append(button("Cancel", "cancel", end));
+  form.append(button("Cancel", "cancel", () => end("")));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const changed = field.value.trim();
-    end();
-    if (changed) save(changed);
+    end(field.value.trim());
   });
   field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") end();
+    if (event.key === "Escape" && !event.isComposing) end("");
     submitOnEnter(event, form);
   });
   shown.replaceWith(form);

@@ -2,7 +2,7 @@
 
 import { call, chat, hasKey, useKey } from "./api.js";
 import * as store from "./conversations.js";
-import { at, button, edit, element, keepingFocus, submitOnEnter } from "./elements.js";
+import { at, button, edit, element, fill, keepingFocus, submitOnEnter } from "./elements.js";
 import { article } from "./log.js";
 import { rendered, visible } from "./markdown.js";
 import { keepMemory, showMemory } from "./memory.js";
@@ -42,7 +42,7 @@ function draw(toEnd = false) {
   const end = toEnd || atEnd();
   const { scrollTop } = at("log");
   keepingFocus(() => {
-    drawList();
+    if (!at("list").querySelector(".edit")) drawList(); // a name that is being edited stays
     drawLog();
   });
   at("log").scrollTop = end ? at("log").scrollHeight : scrollTop;
@@ -66,7 +66,7 @@ function drawList() {
 function listed(conversation) {
   const { id, name } = conversation;
   const shown = element("div", { className: "conversation" });
-  const rename = () => edit(shown, name, "Name of the conversation", (text) => change(conversation, { name: text }));
+  const rename = () => edit(shown, name, "Name of the conversation", (text) => change(conversation, text ? { name: text } : {}));
   const opens = button(visible(name), `${id}:open`, () => show(conversation), { dir: "auto" });
   if (id === current?.id) opens.ariaCurrent = "true";
   const also = { title: `Rename ${name}`, ariaLabel: `Rename ${name}` };
@@ -77,13 +77,13 @@ function listed(conversation) {
 
 function drawLog() {
   const messages = current ? store.branch(current) : [];
-  const act = { ask: (text, parent) => ask(text, parent), again, pin, show: showVersion };
-  const drawn = messages.map((message) => {
-    const versions = store.versions(current, message);
-    return article(message, { versions, busy: running !== null, writing: running?.said === message }, act);
-  });
+  const act = { ask: (text, parent) => (text ? ask(text, parent) : draw()), again, pin, show: showVersion };
+  const drawn = messages.map((message) =>
+    article(message, store.versions(current, message), running?.said === message, act),
+  );
   if (!drawn.length) drawn.push(element("p", { className: "hint" }, "Write the first message below."));
-  at("log").replaceChildren(...drawn);
+  fill(at("log"), drawn);
+  for (const waits of at("log").querySelectorAll(".waits")) waits.disabled = running !== null;
   at("log").ariaBusy = String(running !== null);
   showMemory(messages);
 }
@@ -148,6 +148,7 @@ function showVersion(message) {
 
 /* Ask a message under another one. Beside a message that was asked there before, it is a fork. */
 async function ask(text, parent) {
+  if (running) return;
   current ??= store.begin(text, defaults);
   const message = store.add(current, parent, "user", text);
   await answer(current, store.add(current, message.id, "assistant", ""));
@@ -301,7 +302,7 @@ function openSide(on) {
 }
 
 function escape(event) {
-  if (event.key !== "Escape" || event.target.closest("dialog, .edit")) return;
+  if (event.key !== "Escape" || event.isComposing || event.target.closest("dialog, .edit")) return;
   running?.stopping.abort();
   openSide(false);
 }
@@ -337,11 +338,12 @@ addEventListener("pagehide", () => {
   if (running) keep(running.conversation);
 });
 addEventListener("pageshow", () => (leaving = false));
-addEventListener("storage", ({ key: changed }) => !running && store.isConversation(changed) && reread());
+addEventListener("storage", ({ key: changed }) => !running && store.isConversation(changed) && reread(changed));
 
-/* Show what another tab has stored. */
-function reread() {
-  if (current) current = store.stored().find(({ id }) => id === current.id) ?? null;
+/* Show what another tab has stored, under a key, or in all of them. */
+function reread(changed) {
+  const mine = changed === null || (current && changed.endsWith(current.id));
+  if (current && mine) current = store.stored().find(({ id }) => id === current.id) ?? null;
   draw();
 }
 
