@@ -275,6 +275,12 @@ def test_compare_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int):
         assert any(line.startswith(name) for line in lines)
 
 
+def test_compare_of_a_text_that_does_not_fill_its_budget_has_no_compression():
+    lines = generate("-p", PROMPT, "-b", 512, "-n", 2, "--policy", "h2o", "--compare").stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith("compression"))
+    assert line.split() == ["compression", "none", "1.0×"]
+
+
 def letter(token: int) -> str:
     return chr(ord("a") + token)
 

@@ -284,6 +284,14 @@ def test_a_memory_in_which_heads_share_is_refused_where_they_cannot(monkeypatch)
     assert "not split over processes" in found.error
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_layers_leave_a_policy_its_own_rule_for_heads(name):
+    cache = cache_of(name, policy="reread:later", layer_budget="uniform")
+    feed(cache, batch(), name=name)
+    shares = [layer.policy.shares_layers for layer in cache.bounded_layers().values()]
+    assert shares == kinds(name)
+
+
 def test_a_policy_s_own_rule_for_heads_gives_way_where_a_cache_cannot_have_it():
     """`reread:later` shares the slots of all layers; in chunks of a cache its heads are equal, and an engine's
     tokens are a cache's."""

@@ -129,7 +129,7 @@ class Layout:
         why = joint_refusal(
             windows=bool(windows) and all(windows.values()),
             chunk=bool(prefill_chunk),
-            layer_budget=asked and not beside_windows,
+            layer_budget=asked and not beside_windows and how != "uniform",
             split=heads != ALONE,
         )
         if why and policy.shares_layers:

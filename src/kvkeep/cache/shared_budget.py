@@ -121,7 +121,7 @@ class SharedBudget:
         if not part.store.fits(keys, values):
             raise UnsupportedOperationError(
                 f"`head_budget=global` needs layers with heads of one shape and dtype on one device, and layer {layer} "
-                f"differs from layer {self._layers[0]}. Use `head_budget=ada` or a profile."
+                f"differs from layer {self._layers[0]}. Use `head_budget=uniform`, `head_budget=ada` or a profile."
             )
         return part
 

@@ -636,10 +636,15 @@ def _figures(bounded: Side, full: Side) -> Table:
         "time to first token": [console.show_seconds(side.result.ttft_s or 0.0) for side in (bounded, full)],
         "speed after that": [console.show_speed(side.result.tpot_s) for side in (bounded, full)],
         "KV memory": [console.show_bytes(side.held_bytes) for side in (bounded, full)],
-        "compression": [console.show_factor(full.held_bytes / side.held_bytes) for side in (bounded, full)],
+        "compression": [_compression(full.held_bytes / side.held_bytes) for side in (bounded, full)],
     }.items():
         figures.add_row(name, *values)
     return figures
+
+
+def _compression(factor: float) -> str:
+    """Return by how much less was held than in a full cache; a short text may have filled less than the budget."""
+    return console.show_factor(factor) if factor >= 1 else "none"
 
 
 def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str, str]:

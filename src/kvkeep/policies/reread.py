@@ -3,8 +3,8 @@
 Source: kvkeep's own; it computes without a second pass what KVzip (arXiv:2505.23416) measures with one.
 Differs: queries are those of the first reading, turned ahead by the prompt's length; one budget for all heads. With
   chunks, each chunk rereads what is held and itself, and a token's score is the largest so far.
-  With `equal` below 1, budgets are divided among the heads of all layers, unless a cache cannot do so (chunks of a
-  cache, another rule for layers than `sliding`, a model split over processes, sliding windows everywhere).
+  With `equal` below 1, the heads of all layers divide the budget, unless a cache cannot do so (its own chunks, another
+  rule for layers than `sliding`, a model split over processes, sliding windows everywhere).
 Fails when: nothing in the prompt resembles the question; a chunk dropped the answer before it could be reread; or a
   later question has more tokens than `recent`. It costs one more product of all queries and all keys.
 """
@@ -12,16 +12,17 @@ Fails when: nothing in the prompt resembles the question; a chunk dropped the an
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.budget import between
 from kvkeep.policies._head_budgets import across
 from kvkeep.policies._prefill import slide
-from kvkeep.policies.base import Defaults, HeadBudgets, Policy, option
+from kvkeep.policies.base import Defaults, HeadBudgets, MassSums, Policy, option
 from kvkeep.types import Budget, Phase, Report, State, View
 
 
@@ -35,9 +36,11 @@ class Reread(Policy):
     equal: float = option(
         1.0, "share of the budget that all heads get alike; scores divide the rest among all layers", within=(0, 1)
     )
+    decode: Literal["local", "score"] = option("local", "generated tokens: slide, or compete by their mass")
 
-    presets: ClassVar[Mapping[str, str]] = {"later": "equal=0.2"}
+    presets: ClassVar[Mapping[str, str]] = {"later": "equal=0.2", "chat": "recent=64,equal=0.2,decode=score"}
     slots: ClassVar[Mapping[str, float]] = {"again": 0.0}
+    sums: ClassVar[MassSums | None] = MassSums("again", only={"decode": "score"}, steady={"decode": "score"})
     rereads: ClassVar[bool] = True
 
     @cached_property
@@ -54,21 +57,25 @@ class Reread(Policy):
         """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
+    def wants(self, view: View) -> Statistic:
+        """Return the mass of the rows of generated tokens if these compete; nothing otherwise."""
+        return Mass(rows=1 if view.is_decode else (~view.reads).long()) if self.decode == "score" else Nothing()
+
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the larger of a token's score so far and its share in this chunk; unchanged for generated tokens."""
-        if view.phase is not Phase.PREFILL:
-            return state
-        return {"again": torch.maximum(state["again"], report.sums["again"].to(state["again"].dtype))}
+        """Return the larger of a token's score so far and its share in this chunk, plus the mass that was wanted."""
+        again = state["again"]
+        if view.phase is Phase.PREFILL:
+            again = torch.where(view.reads[:, None, None], again.maximum(report.sums["again"].to(again.dtype)), again)
+        return {"again": again + report.mass if self.decode == "score" else again}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the largest share in a prompt; for generated tokens an order that keeps the chosen tokens.
+        """Return the largest share in a prompt; for generated tokens that, or an order that keeps the chosen tokens.
 
-        Where heads share the budget, shares are multiplied with the mean length of the head's values: a head adds to
-        the output in proportion to it.
+        Heads that share the budget add to the output in proportion to the mean length of their values.
         """
-        if view.is_decode:
+        if view.is_decode and self.decode == "local":
             return slide(view, self.protected(view.budget)[1])
-        if self.spreads is None:
+        if view.is_decode or self.spreads is None:
             return state["again"]
         held = (view.positions >= 0).float()
         lengths: Tensor = (view.values.float().norm(dim=-1) * held).sum(dim=-1, keepdim=True)
