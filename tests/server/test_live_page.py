@@ -321,8 +321,8 @@ def test_axe_finds_nothing(chromium, server, width, scheme):
 @pytest.mark.real
 def test_thirty_turns_of_a_real_model_stay_within_the_page(chromium):
     with (
-        serve(folder=real_folders.folder("smollm2"), budget=256, engine={"conversation_memory": 2**28}) as server,
-        opened(chromium, server, max_tokens="12") as page,
+        serve(folder=real_folders.folder("smollm2"), budget=1024, engine={"conversation_memory": 2**28}) as server,
+        opened(chromium, server, max_tokens="8") as page,
     ):
         for turn in range(30):
             ask(page, ("Write one line of Python as a code block.", "Name three rivers in a table.")[turn % 2])
