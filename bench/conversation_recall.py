@@ -117,7 +117,7 @@ def talks(options: argparse.Namespace, done: set[tuple[str, int, int]]) -> Itera
         for arm in options.arms:
             policy, _, way = arm.rpartition("/")
             budget = longest + options.turns * ROOM if policy == "full" else int(longest * share)
-            kept = {"conversations": way, "conversation_memory": 2**30}
+            kept = {"conversations": way, "conversation_memory": 2**30, "layer_budget": options.layer_budget}
             engine = kvkeep.Engine(model, checkpoint.tokenizer, policy=policy, budget=budget, rows=1, **kept)
             engine.generate(Request(prompt=[1] * 40, sampling=SamplingParams(max_new_tokens=2)))  # what is built first
             engines[arm, budget] = engine
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=positive, default=34)
     parser.add_argument("--budgets", type=lambda words: [float(word) for word in words.split(",")], default=[0.5, 0.25])
     parser.add_argument("--arms", type=lambda words: words.split(","), default=ARMS.split(","))
+    parser.add_argument("--layer-budget", help="how budgets are spread over the layers; by default the policy's own")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()

@@ -35,14 +35,14 @@ def test_list_names_every_policy_in_the_width(monkeypatch: pytest.MonkeyPatch, w
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_list_begins_with_three_to_start_from(monkeypatch: pytest.MonkeyPatch, width: int):
+def test_list_begins_with_four_to_start_from(monkeypatch: pytest.MonkeyPatch, width: int):
     monkeypatch.setenv("COLUMNS", str(width))
     lines = invoke("policies").stdout.splitlines()
     assert lines[0] == "to start from"
-    assert [lines[n].strip() for n in (2, 4, 6)] == [f"--policy {policy}" for policy in policies.STARTS.values()]
+    assert [lines[n].strip() for n in (2, 4, 6, 8)] == [f"--policy {policy}" for policy in policies.STARTS.values()]
     assert "(the default)" in lines[1]
     assert lines[2].endswith(DEFAULT)
-    assert lines[7] == ""
+    assert lines[9] == ""
     for policy in policies.STARTS.values():
         assert registry.label(kvkeep.parse(policy)) == policy
 

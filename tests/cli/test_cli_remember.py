@@ -22,7 +22,7 @@ from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Session
 from kvkeep.models.load import load, quiet
 from kvkeep.models.quantized_weights import is_packable
-from kvkeep.policies import CONVERSATION, LATER
+from kvkeep.policies import FALLBACK, LATER
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
 QUESTION = "what does the fox do"
@@ -229,7 +229,7 @@ def test_the_summary_and_the_numbers(chat_model, text):
 def test_a_model_without_rotary_positions_has_the_policy_of_conversations(text):
     text.write_text("the fox and the cat and the dog")
     file, done = remember(model_folders.folder("gpt2"), text, "-b", 13, "--json")
-    assert json.loads(done.stdout)["policy"] == kvkeep.spec(kvkeep.parse(CONVERSATION))
+    assert json.loads(done.stdout)["policy"] == kvkeep.spec(kvkeep.parse(FALLBACK))
     kv("generate", "--memory", file, "-p", "why", "-n", 3)
 
 

@@ -33,6 +33,7 @@ VARIANTS = [
     "keyformer:release_quirk=true,seed=4",
     "knorm:sinks=2",
     "nacl:sinks=0,recent=2,random=0.9,decode=score",
+    "reread:recent=2,sinks=1,decode=score",
     "scissorhands:literal_ties=true,threshold=live",
     "scissorhands:window=1,recent=0,drop=2,theta=2",
     "scissorhands_release:window=3,recent=1,quantile=0.5",

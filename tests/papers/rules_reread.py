@@ -13,7 +13,8 @@ class Reread(PromptRule):
 
     Each query of a prefill step but that of position 0 attends once more: to all keys that are held or new, and to what
     it saw the first time. A key's score is the largest probability that it ever gets in this way. The ``sinks`` first
-    and the ``recent`` newest tokens (at most half of what the sinks leave of the budget) stay.
+    and the ``recent`` newest tokens (at most half of what the sinks leave of the budget) stay. Under ``decode=score`` the
+    probabilities of decode steps are added to these scores, with which those of later prefill steps are compared.
     """
 
     def __init__(self, *row: int, sinks: int = 4, recent: int = 24, **identity: int):
@@ -30,7 +31,9 @@ class Reread(PromptRule):
         return found
 
     def look(self, head: int, step: Step) -> None:
-        if not step.decode:
+        if step.decode and self.decode == "score":
+            super().look(head, step)
+        elif not step.decode:
             before, now = self.scores[head], self.prompt_scores(step)
             self.scores[head] = {j: max(score, before.get(j, 0.0)) for j, score in now.items()}
 

@@ -19,6 +19,7 @@ CASES = [
     *family("reread:recent=3,sinks=1", budgets=(3, 5, 16)),
     *variant("reread", budgets=(9, 24)),
     *variant("reread:recent=0,sinks=0", budgets=(1, 16)),
+    *family("reread:recent=3,sinks=1,decode=score", budgets=(5, 16)),
     Case("reread:recent=2", 12, CHAT, chunk=1, heads=1),
 ]
 OPTIONS = AttentionOptions(scaling=0.4)

@@ -14,7 +14,7 @@ from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.main import app
 from kvkeep.cli.plan import PlanOptions
 from kvkeep.planning.plan import plan
-from kvkeep.policies import CONVERSATION, DEFAULT, LATER
+from kvkeep.policies import CONVERSATION, DEFAULT, FALLBACK, LATER
 from kvkeep.policies.registry import label
 
 
@@ -41,7 +41,8 @@ def test_an_evaluation_measures_the_default():
     [
         (DEFAULT, "snapkv:decode=score,window=8,kernel=13,recent=64"),
         (LATER, "reread:equal=0.2"),
-        (CONVERSATION, "keydiff:recent=8,sinks=4"),
+        (CONVERSATION, "reread:recent=64,equal=0.2,decode=score"),
+        (FALLBACK, "keydiff:recent=8,sinks=4"),
     ],
 )
 def test_people_read_a_short_name_and_files_have_the_options(name, options):

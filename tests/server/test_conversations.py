@@ -221,14 +221,23 @@ JOINED = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
-@pytest.mark.parametrize("mode", ["auto", "continue", "fresh"])
-def test_modes_of_a_memory_that_has_evicted(mode):
-    with serve(budget=40, engine={**MEMORY, "conversations": mode}) as server:
+@pytest.mark.parametrize(
+    ("mode", "policy", "goes_on"),
+    [
+        ("auto", "snapkv:default", False),
+        ("auto", "reread:chat", True),
+        ("continue", "snapkv:default", True),
+        ("fresh", "reread:chat", False),
+    ],
+)
+def test_modes_of_a_memory_that_has_evicted(mode, policy, goes_on):
+    """Under ``auto`` a memory goes on if its policy keeps tokens for any later question."""
+    with serve(budget=40, engine={**MEMORY, "policy": policy, "conversations": mode}) as server:
         # the answer's text becomes the tokens that the model wrote
         server.served.checkpoint.tokenizer.chat_template = JOINED
         found, _ = talk(server, (A, B, C, B), max_tokens=12, guided_choice=["dog"])
         reads = [cached(one) for one in found]
-        assert (reads[-1] > found[-2]["usage"]["prompt_tokens"]) == (mode == "continue")
+        assert (reads[-1] > found[-2]["usage"]["prompt_tokens"]) == goes_on
         assert (reads[1] > 0) == (mode != "fresh")
 
 

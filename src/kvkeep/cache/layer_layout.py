@@ -18,7 +18,7 @@ from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
-from kvkeep.policies import CONVERSATION, LATER
+from kvkeep.policies import FALLBACK
 from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
@@ -298,15 +298,15 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
         )
 
 
-def policy_for_later(config: PreTrainedConfig) -> Policy:
-    """Return the policy of texts that are asked about later: `LATER`, or `CONVERSATION` on a model that it does not
-    run on, such as one without rotary positions.
+def default_policy(config: PreTrainedConfig, name: str) -> Policy:
+    """Return a policy that commands take by default, or `FALLBACK` on a model that it does not run on, such as one
+    without rotary positions.
     """
-    policy = parse(LATER)
+    policy = parse(name)
     try:
         Layout.of(config, policy)
     except (UnsupportedModelError, UnsupportedOperationError):
-        return parse(CONVERSATION)
+        return parse(FALLBACK)
     return policy
 
 

@@ -9,13 +9,14 @@ import difflib
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import DEFAULT_BUDGET
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, default_policy
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
@@ -36,7 +37,8 @@ from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import check_system
 from kvkeep.pins import Spans, from_start
-from kvkeep.policies.registry import label, parse
+from kvkeep.policies import CONVERSATION
+from kvkeep.policies.registry import label, parse, spec
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat_input import TypedMessages
@@ -228,6 +230,8 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     checkpoint = find_model(request, memory)
     if request.system is not None:
         check_system(checkpoint, request.system)
+    if not request.names_policy and memory is None:
+        request = replace(request, policy=spec(default_policy(checkpoint.config, CONVERSATION)))
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else ROOM)
     engine = _engine(checkpoint, request, budget)
     snapshot = None if memory is None else memory.snapshot

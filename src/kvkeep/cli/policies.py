@@ -26,6 +26,7 @@ from kvkeep.policies import (
     CONVERSATION,
     DEFAULT,
     ENTRY_POINT_GROUP,
+    FALLBACK,
     LATER,
     builtin_names,
     builtin_source,
@@ -38,6 +39,7 @@ STARTS = {
     "a prompt that ends with its question, an answer of any length (the default)": DEFAULT,
     "a stream without end, of which the recent part matters": "streaming_llm",
     "a text that is asked about later": LATER,
+    "a conversation": CONVERSATION,
 }
 """Purpose → the policy to start from."""
 
@@ -56,7 +58,8 @@ KINDS = {
 _ROLES = {
     DEFAULT: ", the default of prompts",
     LATER: ", the default of remembered texts, whose questions come later",
-    CONVERSATION: ", the default of conversations, and of remembered texts on models without rotary positions",
+    CONVERSATION: ", the default of conversations",
+    FALLBACK: ", the default of conversations and remembered texts on models without rotary positions",
 }
 """Policies that commands take where none is named."""
 
@@ -77,7 +80,7 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 @app.command("list", cls=Command)
 @one_line_errors
 def list_policies(json: Json = False) -> None:
-    """List the eviction policies: three to start from, then each with a line on what it keeps."""
+    """List the eviction policies: four to start from, then each with a line on what it keeps."""
     lines = _summaries()
     if json:
         starts = [{"purpose": purpose, "policy": policy} for purpose, policy in STARTS.items()]

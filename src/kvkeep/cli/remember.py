@@ -20,7 +20,7 @@ from kvkeep.cli.options import (
     option,
     parse_system,
 )
-from kvkeep.policies import CONVERSATION, LATER
+from kvkeep.policies import FALLBACK, LATER
 
 _TEXT = "Text"
 
@@ -58,7 +58,7 @@ class RememberOptions(CacheOptions):
     overwrite: bool = option("Replace a memory of that name.", default=False, group=OUTPUT)
     policy: str | None = option(
         POLICY,
-        help=f"{POLICY.help} Default: {LATER}, or {CONVERSATION} on a model without rotary positions.",
+        help=f"{POLICY.help} Default: {LATER}, or {FALLBACK} on a model without rotary positions.",
         default=None,
         more=NO_DEFAULT,
     )

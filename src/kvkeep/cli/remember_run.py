@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout, policy_for_later
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout, default_policy
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, with_source, writer_of
@@ -29,6 +29,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
+from kvkeep.policies import LATER
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
 
@@ -80,7 +81,7 @@ def _serve(request: RememberOptions) -> None:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    text = _prepare(checkpoint, request, policy or policy_for_later(checkpoint.config), content)
+    text = _prepare(checkpoint, request, policy or default_policy(checkpoint.config, LATER), content)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = Engine(
         writer.model,

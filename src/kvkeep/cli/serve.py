@@ -22,6 +22,7 @@ from kvkeep.cli.options import (
     LAYER_BUDGET,
     MAX_ROWS,
     MODEL_WORD,
+    NO_DEFAULT,
     OUTPUT,
     PIN_SYSTEM,
     POLICY,
@@ -39,7 +40,7 @@ from kvkeep.cli.options import (
 from kvkeep.cli.usage_errors import CommandLineError
 from kvkeep.errors import InputError, pip_install
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS, MEMORY, MODEL, SERVER
-from kvkeep.policies import DEFAULT
+from kvkeep.policies import CONVERSATION, DEFAULT
 from kvkeep.result_files import in_full
 
 # Options of ``kvkeep serve`` that no other command has.
@@ -185,7 +186,12 @@ class ServeOptions(ModelOptions):
         group=MODEL,
         rare=True,
     )
-    policy: str = option(POLICY, default=DEFAULT)
+    policy: str = option(
+        POLICY,
+        help=f"{POLICY.help} Default: {CONVERSATION}; on a GPU {DEFAULT}.",
+        default="",
+        more=NO_DEFAULT,
+    )
     budget: int = option(
         BUDGET,
         help="Tokens kept per layer and head, e.g. 2048 or 4K; the most that a request may ask for.",
@@ -325,7 +331,8 @@ class ServeOptions(ModelOptions):
             KVKeepError: one of them cannot be used.
         """
         super().check_values()
-        check_policy(self.policy)
+        if self.policy:
+            check_policy(self.policy)
 
     def checked(self) -> ServeOptions:
         """Return the options with the numbers of replicas."""

@@ -20,7 +20,7 @@ import torch
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import Layout, default_policy
 from kvkeep.cli import console
 from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for
 from kvkeep.cli.files import refuse_device
@@ -41,7 +41,10 @@ from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
 from kvkeep.parameters import CONVERSATION_TTL, PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
+from kvkeep.policies import CONVERSATION, DEFAULT
+from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.policies.registry import spec
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
 from kvkeep.scale.ray_serve import ReplicaRecipe, deployment, need_serve, shares_beginnings
@@ -312,7 +315,7 @@ def run(request: ServeOptions) -> None:
         check_ray(request.ray_address)
         need_serve()
     with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
-        checkpoint, limit = _checkpoint(request)
+        request, checkpoint, limit = _checkpoint(request)
         tool_use = tool_use_of(checkpoint, request.tool_form)
         settings = _settings(request, keys, limit)
         if request.check:
@@ -419,13 +422,13 @@ def _place(request: ServeOptions) -> ServerAddress:
     return place
 
 
-def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
-    """Return the checkpoint and the longest sequence, after all checks that need no weights.
+def _checkpoint(request: ServeOptions) -> tuple[ServeOptions, Checkpoint, int | None]:
+    """Return the request with a policy, the checkpoint and the longest sequence, after all checks that need no weights.
 
     Raises:
         KVKeepError: something cannot be used.
     """
-    policy = parse_policy(request.policy)
+    named = parse_policy(request.policy) if request.policy else None
     numbers = {"max_rows": request.max_rows, "kv_memory": request.kv_memory}
     for name, number in numbers.items():
         if number is not None:
@@ -439,6 +442,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
+    policy = named or _default_policy(checkpoint, request.device)
     layout = Layout.of(
         *(checkpoint.config, policy),
         layer_budget=request.layer_budget,
@@ -449,7 +453,17 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
     # refuses a budget that the policy cannot work with
     layout.slots(request.budget)
     longest = checkpoint.max_model_len(slot_positions=layout.positions == "slot")
-    return checkpoint, request.max_model_len or longest
+    return replace(request, policy=spec(policy)), checkpoint, request.max_model_len or longest
+
+
+def _default_policy(checkpoint: Checkpoint, device: str) -> Policy:
+    """Return the policy of a server for which none was named.
+
+    On a CPU reading takes long, so conversations go on from memories that know of earlier messages. A GPU reads a
+    conversation anew in little time, and records the steps of policies whose heads have equal budgets.
+    """
+    on_cpu = parse_device(device).type == "cpu"
+    return default_policy(checkpoint.config, CONVERSATION) if on_cpu else parse_policy(DEFAULT)
 
 
 def _remark(request: ServeOptions, settings: ServerSettings) -> None:

@@ -38,23 +38,27 @@ _PIECE = 1024
 _log = logging.getLogger(__name__)
 
 
-def usable_tokens(past: ConversationHistory, prompt: GenericSequence[int], mode: Mode) -> int:
+def usable_tokens(
+    past: ConversationHistory, prompt: GenericSequence[int], mode: Mode, *, for_later: bool = False
+) -> int:
     """Return from how many tokens of a memory a prompt goes on; 0: the prompt is read anew.
 
-    This is the rule of ``auto``: go on while the memory has evicted nothing. A memory that has evicted tokens was cut
-    without a look at the new question, and can only go on as a whole, under ``continue``.
+    This is the rule of ``auto``: go on while the memory has evicted nothing, or if its policy has chosen what to keep
+    for any later question. Another memory that has evicted tokens was cut for the question before, and goes on under
+    ``continue`` alone. Both go on as a whole or not at all.
 
     Args:
         past: the tokens that the memory stands for, and to how many it can be cut back.
         prompt: the new tokens.
         mode: ``auto``, ``continue`` or ``fresh``.
+        for_later: whether the memory's policy keeps tokens for questions that it does not know.
     """
     if mode == "fresh":
         return 0
     shared = common_beginning(past.ids, prompt)
     found = min(shared, len(prompt) - 1)  # the last token is read in any case: it tells the next one
     if past.shortest is None:
-        return found if mode == "continue" and found == len(past.ids) else 0
+        return found if (mode == "continue" or for_later) and found == len(past.ids) else 0
     return found if found >= past.shortest else 0
 
 
@@ -83,6 +87,11 @@ class Reader(NamedTuple):
     salt: str
     settled: Settled
     sequence: int = 0
+
+    @property
+    def asks_later(self) -> bool:
+        """Return whether the policy keeps what a second reading would look up, and not what one question needs."""
+        return self.settled.policy.rereads
 
     @classmethod
     def of(cls, sequence: Sequence) -> Reader:
@@ -218,7 +227,7 @@ class Conversations:
         for entry in reversed(self._entries.values()):
             if entry.reader != reader:
                 continue
-            tokens = usable_tokens(entry.past, sequence.prompt, self._mode)
+            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, for_later=reader.asks_later)
             pins = within(entry.session.pins, tokens)
             fits = (
                 pins == within(sequence.pins, tokens)
@@ -248,7 +257,9 @@ class Conversations:
         """Keep a memory, see `keep`."""
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
-        if not usable_tokens(past, (*past.ids, *past.pending, 0), self._mode) or contents.nbytes > self._most_bytes:
+        longer = (*past.ids, *past.pending, 0)
+        useful = usable_tokens(past, longer, self._mode, for_later=reader.asks_later)
+        if not useful or contents.nbytes > self._most_bytes:
             return None
         mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
         if (same := next((entry for entry in mates if _covers(entry.past, past)), None)) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.attention_probe import keeps_states
-from kvkeep.cache.layer_layout import Layout, default_budget, policy_for_later
+from kvkeep.cache.layer_layout import Layout, default_budget, default_policy
 from kvkeep.errors import InputError, PolicyError, UnsupportedModelError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
@@ -111,7 +111,7 @@ def explain(  # noqa: PLR0913  the choices of a user
         raise InputError("A question that comes later is missing. Give one.")
     with _ready(model, tokenizer) as (found, checkpoint):
         if policies is None and case == "later":
-            asked = replace(asked, policies=[policy_for_later(checkpoint.config)])
+            asked = replace(asked, policies=[default_policy(checkpoint.config, LATER)])
         prompt, notes = _prompt(checkpoint, found, message, text, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)

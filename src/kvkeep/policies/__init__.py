@@ -24,12 +24,19 @@ chosen ones, and the newest 64 stay, which long answers need. ``docs/choose-a-po
 LATER = "reread:later"
 """The policy of remembered texts, whose questions come after the text was cut to the budget.
 
-It keeps what a second reading would look up, over the heads of all layers. Where a model cannot run it, `CONVERSATION`
-takes its place. ``docs/choose-a-policy.md`` has the figures.
+It keeps what a second reading would look up, over the heads of all layers. ``docs/choose-a-policy.md`` has the
+figures.
 """
 
-CONVERSATION = "keydiff:later"
-"""The policy of conversations, in which each answer is remembered like each message, on every model."""
+CONVERSATION = "reread:chat"
+"""The policy of conversations, in which any earlier message may be asked about in a later turn.
+
+It is `LATER` for long answers as well: generated tokens compete, and the newest 64 stay. ``docs/server.md`` has the
+figures.
+"""
+
+FALLBACK = "keydiff:later"
+"""The policy that takes the place of `LATER` and `CONVERSATION` on models without rotary positions."""
 
 
 def builtin_names() -> list[str]:

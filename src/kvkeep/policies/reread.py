@@ -5,8 +5,8 @@ Differs: queries are those of the first reading, turned ahead by the prompt's le
   chunks, each chunk rereads what is held and itself, and a token's score is the largest so far.
   With `equal` below 1, the heads of all layers divide the budget, unless a cache cannot do so (its own chunks, another
   rule for layers than `sliding`, a model split over processes, sliding windows everywhere).
-Fails when: nothing in the prompt resembles the question; a chunk dropped the answer before it could be reread; or a
-  later question has more tokens than `recent`. It costs one more product of all queries and all keys.
+Fails when: nothing in the prompt resembles the question; a chunk dropped the answer before; or a later question has
+  more tokens than `recent`. It costs one more product of all queries and all keys.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,7 @@ class Reread(Policy):
 
     sinks: int = option(4, "first tokens that are never evicted")
     recent: int = option(24, "newest tokens that are never evicted; at most half of the budget without the sinks")
-    equal: float = option(
-        1.0, "share of the budget that all heads get alike; scores divide the rest among all layers", within=(0, 1)
-    )
+    equal: float = option(1.0, "share of the budget that heads get alike; scores divide the rest", within=(0, 1))
     decode: Literal["local", "score"] = option("local", "generated tokens: slide, or compete by their mass")
 
     presets: ClassVar[Mapping[str, str]] = {"later": "equal=0.2", "chat": "recent=64,equal=0.2,decode=score"}
@@ -50,8 +48,9 @@ class Reread(Policy):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
-        """Return that layers with sliding windows get less, unless heads are equal: they see no later question."""
-        return Defaults() if self.spreads is None else Defaults(layer_budget="sliding:0.25")
+        """Return that layers with sliding windows, which see no later question, get less, unless heads are equal."""
+        rule = "sliding:0.25" if self.decode == "local" else "sliding:0.5"  # long answers need them
+        return Defaults() if self.spreads is None else Defaults(layer_budget=rule)
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
@@ -69,14 +68,12 @@ class Reread(Policy):
         return {"again": again + report.mass if self.decode == "score" else again}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the largest share in a prompt; for generated tokens that, or an order that keeps the chosen tokens.
-
-        Heads that share the budget add to the output in proportion to the mean length of their values.
-        """
+        """Return the largest share, or for generated tokens an order that keeps the chosen tokens."""
         if view.is_decode and self.decode == "local":
             return slide(view, self.protected(view.budget)[1])
         if view.is_decode or self.spreads is None:
             return state["again"]
+        # heads that share the budget add to the output in proportion to the mean length of their values
         held = (view.positions >= 0).float()
-        lengths: Tensor = (view.values.float().norm(dim=-1) * held).sum(dim=-1, keepdim=True)
-        return state["again"] * (lengths / held.sum(dim=-1, keepdim=True).clamp(min=1))
+        lengths: Tensor = (view.values.float().norm(dim=-1) * held).sum(-1, True) / held.sum(-1, True).clamp(min=1)
+        return state["again"] * lengths

@@ -21,7 +21,7 @@ from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
-from kvkeep.policies import CONVERSATION, DEFAULT, LATER
+from kvkeep.policies import DEFAULT, FALLBACK, LATER
 from kvkeep.policies.registry import label, parse
 
 # What is searched: policies with the options of their caches, each at a ladder of budgets.
@@ -32,8 +32,8 @@ Case: TypeAlias = Literal["later", "inside", "stream"]
 CASES: tuple[Case, ...] = ("later", "inside", "stream")
 
 POLICIES: dict[Case, tuple[str, ...]] = {
-    "later": ("keydiff:document", LATER, CONVERSATION, "leverage", "reread", "blend", "expected_attention"),
-    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", CONVERSATION),
+    "later": ("keydiff:document", LATER, FALLBACK, "leverage", "reread", "blend", "expected_attention"),
+    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", FALLBACK),
     "stream": ("local", "streaming_llm", "h2o", DEFAULT, "tova", "leverage", "blend", "ahakv"),
 }
 """The policies that are searched for each case, unless the user names others."""
