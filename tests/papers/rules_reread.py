@@ -13,8 +13,8 @@ class Reread(PromptRule):
 
     Each query of a prefill step but that of position 0 attends once more: to all keys that are held or new, and to what
     it saw the first time. A key's score is the largest probability that it ever gets in this way. The ``sinks`` first
-    and the ``recent`` newest tokens (at most half of what the sinks leave of the budget) stay. Under ``decode=score`` the
-    probabilities of decode steps are added to these scores, with which those of later prefill steps are compared.
+    and the ``recent`` newest tokens (at most half of what the sinks leave of the budget) stay. Under ``decode=score``
+    the probabilities of decode steps are added to these scores, with which those of later prefill steps are compared.
     """
 
     def __init__(self, *row: int, sinks: int = 4, recent: int = 24, **identity: int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -297,3 +298,22 @@ def test_a_conversation_that_is_forgotten_while_a_client_opens_it_is_no_new_sess
         monkeypatch.setattr(server.engine, "session", late)
         assert server.client.get(f"/v1/sessions/{entry['id']}").status_code == 404
         assert server.client.get("/v1/sessions").json()["data"] == []
+
+
+@pytest.mark.slow
+def test_sixty_four_clients_at_once_get_what_each_gets_alone(fresh):
+    """They share eight rows, so each of them waits, and no longer than the others."""
+    clients = 64
+
+    def hold(server, number):
+        texts = [f"{A} Its number was {number}.", B, "Who saw it?", C]
+        found, _ = talk(server, texts, user=f"client {number}", max_tokens=8, temperature=0)
+        return texts_of(found), [cached(turn) for turn in found]
+
+    with serve(budget=256, rows=8, engine=MEMORY, max_queue=clients) as server, ThreadPoolExecutor(clients) as threads:
+        together = list(threads.map(lambda number: hold(server, number), range(clients)))
+        assert server.idle()
+    for number, (texts, reused) in enumerate(together):
+        assert texts == hold(fresh, number)[0], number
+        assert reused[0] < 30
+        assert min(reused[1:]) > 0, number

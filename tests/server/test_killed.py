@@ -78,7 +78,7 @@ def test_a_killed_server_has_its_saved_sessions_when_it_is_started_again(tmp_pat
 def talk_whole(url, number, answered, messages):
     """Talk, with all earlier messages sent each time, until the server is gone; note each answered turn."""
     with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        for turn_number in range(len(messages) // 2, 40):
+        for turn_number in range(len(messages) // 2, 50):
             text = f"There was a dog called {number} by the sea. What did it do on day {turn_number} of the year?"
             asked = [*messages, {"role": "user", "content": text}]
             body = {"messages": asked, "max_tokens": 3, "temperature": 0, "user": f"user {number}"}
@@ -92,7 +92,7 @@ def test_a_killed_server_has_every_conversation_that_was_answered(tmp_path):
     words = ("--session-dir", tmp_path / "sessions", "--budget", "1024", "--no-access-log")
     answered, messages = {}, {number: [] for number in range(4)}
     rng = random.Random(3)
-    for _ in range(3):
+    for _ in range(6):
         process, url, err = start(tmp_path, *words)
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             for number, before in answered.items():
