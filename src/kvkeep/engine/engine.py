@@ -24,7 +24,7 @@ from kvkeep.engine.kv_blocks import keeps_states
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.prefix_cache import PrefixCache, begin, check_prefix_memory
-from kvkeep.engine.request import Asked, Event, Result, check_numbers, listed, request_of, usable
+from kvkeep.engine.request import Asked, Event, HeldTokens, Result, check_numbers, listed, request_of, usable
 from kvkeep.engine.sampler import Sampler, whole
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
@@ -757,8 +757,10 @@ class Engine:
         try:
             if sequence.row is not None:
                 self._measure(sequence, sequence.row)
-            if keepers and sequence.row is not None:
+            if (keepers or sequence.request.return_memory) and sequence.row is not None:
                 contents = self._kv.take(sequence.row)
+                if sequence.request.return_memory:
+                    sequence.memory = HeldTokens.of((*sequence.prompt, *sequence.token_ids), contents)
                 pending = joined([keep(sequence, contents) for keep in keepers])
         except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))

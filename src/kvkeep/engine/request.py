@@ -21,10 +21,11 @@ from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.pins import Span, spans
+from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies._keep_prompt import checked_keep_prompt
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
+from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.types import MemoryUsage
 
@@ -341,6 +342,7 @@ class Request:
         drops: tokens that leave the memory while the prompt is read, as pairs such as ``(90, [(20, 60)])``: once the
             first 90 tokens have been read, every head evicts those at positions 20 to 59.
         reposition: whether tokens behind those that are dropped move up, see `Session.drop`.
+        return_memory: say in the result which tokens the memory holds at the end.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -378,6 +380,7 @@ class Request:
     noted_messages: Sequence[Mapping[str, Any]] = ()
     drops: Sequence[tuple[int, Sequence[Span]]] = ()
     reposition: bool | None = None
+    return_memory: bool = False
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -408,7 +411,7 @@ class Request:
         Raises:
             InputError: a value has another type.
         """
-        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens", "return_memory"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
@@ -488,6 +491,28 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """Which tokens a memory holds.
+
+    Attributes:
+        token_ids: all tokens that it has seen.
+        positions: of the tokens that each layer holds, ``(Hk, used)``; ``-1``: an empty slot.
+        pins: spans of positions that may not be evicted.
+    """
+
+    token_ids: Sequence[int] = ()
+    positions: tuple[Tensor, ...] = ()
+    pins: Spans = ()
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], contents: Contents) -> HeldTokens:
+        """Return the tokens that a memory holds, given those that its text has, which may be more than it has seen."""
+        layers = contents.layers
+        positions = tuple(layer.positions.cpu() for layer in layers)
+        return cls(token_ids[: contents.seen], positions, layers[0].pins if layers else ())
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished request.
@@ -518,6 +543,7 @@ class Result:
         dropped_tokens: tokens of the conversation that were dropped from its memory on request.
         skipped_tokens: dropped tokens that the client has left out, so that they are no part of the prompt.
         read_anew: why the request does not go on from a memory of which its client has left out messages.
+        memory: the tokens that its memory held at its end, if asked for; ``None``: the request ended without a row.
     """
 
     id: int
@@ -541,6 +567,7 @@ class Result:
     dropped_tokens: int = 0
     skipped_tokens: int = 0
     read_anew: str = ""
+    memory: HeldTokens | None = None
 
 
 @dataclass(frozen=True)

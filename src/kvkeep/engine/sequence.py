@@ -17,7 +17,7 @@ from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.drops import Drops, dropped
 from kvkeep.engine.grammar import Constraint
 from kvkeep.engine.host_copies import Pinned
-from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
+from kvkeep.engine.request import Event, FinishReason, HeldTokens, Logprob, Request, Result
 from kvkeep.engine.sampling_params import RepetitionDetectionParams
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Spans, count, spans
@@ -32,6 +32,7 @@ _FREE = {
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
     *("policy", "budget", "keep_prompt", "sequence", "snapshot", "owner", "keep_as", "noted_messages", "reposition"),
+    "return_memory",
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -130,6 +131,7 @@ class Sequence:
         counted: the number of new tokens in ``counts``.
         memory_usage: bytes of its row at its end.
         lost: the attention that its evicted tokens carried.
+        memory: the tokens that its memory held at its end, if asked for.
         levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
         reads: whether it ends as soon as its prompt has been read.
         cached: tokens of the prompt that the model need not read, because their memory was there.
@@ -171,6 +173,7 @@ class Sequence:
     counted: int = 0
     memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
     lost: LostMass = field(default_factory=LostMass)
+    memory: HeldTokens | None = None
     levels: tuple[int, ...] = ()
     reads: bool = False
     cached: int = 0
@@ -362,6 +365,7 @@ class Sequence:
             memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
+            memory=self.memory,
             end_token=self._hides_end,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
         )

@@ -249,8 +249,8 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 """Fields of one route → the values that change nothing on another one."""
 OWN = (
     *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
-    *("keep_ratio", "session_id", "cache_salt", "pin_system", "pin_messages", "structured_outputs", *_KINDS_OF_FORM),
-    *("drop_message", "reposition"),
+    *("keep_ratio", "session_id", "cache_salt", "pin_system", "pin_messages", "return_memory", "structured_outputs"),
+    *("drop_message", "reposition", *_KINDS_OF_FORM),
     *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 )

@@ -153,7 +153,7 @@ class _UsageSoFar:
 
 
 async def answer_chunks(
-    parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], options: StreamOptions
+    parsed: ParsedRequest, run: Run, *, model: str, served: ServedModel, prompts: list[str], options: StreamOptions
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """Run the requests of an answer and yield its chunks, after an empty one (for `begun`) once the first request has
     a row.
@@ -162,7 +162,7 @@ async def answer_chunks(
         parsed: the request that is answered.
         run: the events of its requests to the engine.
         model: the model's name.
-        texts: decodes tokens.
+        served: decodes tokens.
         prompts: texts that are echoed, one for each request; empty: no echo.
         options: say whether the last chunk, or each chunk, has the numbers of tokens.
 
@@ -171,7 +171,7 @@ async def answer_chunks(
     """
     head = AnswerHead(parsed, model)
     usage = _UsageSoFar(parsed) if options.continuous_usage_stats else None
-    wanted = texts if parsed.wants_logprobs else None
+    wanted = served.token_texts if parsed.wants_logprobs else None
     choices = [_Choice(parsed, head.name, index, wanted) for index in range(len(parsed.requests))]
     results: dict[int, Result] = {}
 
@@ -196,8 +196,21 @@ async def answer_chunks(
                     yield head.chunk([written], **more())
     finally:
         await run.aclose()
-    if options.include_usage:
-        yield head.chunk([], usage=usage_of([results[index] for index in sorted(results)], parsed.parameters.n))
+    ordered = [results[index] for index in sorted(results)]
+    last = {"usage": usage_of(ordered, parsed.parameters.n)} if options.include_usage else {}
+    if last := {**await _memories(parsed, ordered, served), **last}:
+        yield head.chunk([], **last)
+
+
+async def _memories(parsed: ParsedRequest, results: Sequence[Result], served: ServedModel) -> dict[str, Any]:
+    """Return the field of an answer that says what each text's memory held at its end, if that is asked for.
+
+    A text that ended without a row has ``None``.
+    """
+    if not parsed.requests[0].return_memory:
+        return {}
+    held = [(result.memory, result.budget) for result in results]
+    return {"memory": await in_thread(lambda: [memory and served.shown(memory, budget) for memory, budget in held])}
 
 
 class GenerateRoutes:
@@ -264,14 +277,15 @@ class GenerateRoutes:
                 results = await unless_gone(request, self._queue.results(streams, meter_of(request)))
             if after is not None:
                 await after()
-            return reply(self._whole(parsed, results), headers=self._told(streams))
+            told = {**self._whole(parsed, results), **await _memories(parsed, results, self._served)}
+            return reply(told, headers=self._told(streams))
         if parsed.echo and parsed.wants_logprobs:
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
         chunks = answer_chunks(
             parsed,
             self._queue.run(streams, meter_of(request)),
             model=self._settings.model_name(parsed.adapter),
-            texts=self._served.token_texts,
+            served=self._served,
             prompts=self._echoes(parsed),
             options=body.stream_options or StreamOptions.model_validate({}),
         )

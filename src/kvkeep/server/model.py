@@ -8,8 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import HeldTokens
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import fill, reads
@@ -199,6 +202,28 @@ class ServedModel:
     def token_texts(self) -> TokenTexts:
         """Return the decoder of single tokens."""
         return TokenTexts(self.checkpoint.tokenizer)
+
+    def shown(self, memory: HeldTokens, budget: int) -> dict[str, Any]:
+        """Return what a memory holds as the API shows it: positions, the share of KV heads that hold each, and texts.
+
+        It takes as long as decoding all held tokens, so call it in a thread.
+        """
+        ids, heads = memory.token_ids, sum(len(layer) for layer in memory.positions)
+        held = torch.cat([layer.flatten() for layer in memory.positions] or [torch.empty(0, dtype=torch.long)])
+        positions, counts = held[held >= 0].unique(return_counts=True)
+        texts = (
+            self.token_texts.after(ids[position - 1] if position else None, ids[position])
+            for position in positions.tolist()
+        )
+        return {
+            "seen_tokens": len(ids),
+            "budget": budget,
+            "heads": heads,
+            "positions": positions.tolist(),
+            "shares": [round(count / heads, 4) for count in counts.tolist()],
+            "texts": list(texts),
+            "pins": [list(span) for span in memory.pins],
+        }
 
 
 def _place(place: int, messages: Sequence[object]) -> int:

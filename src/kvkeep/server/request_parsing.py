@@ -270,8 +270,8 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard, ``keep_prompt``) as options of a
-    request. The policy is checked too.
+    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard, ``keep_prompt``,
+    ``return_memory``) as options of a request. The policy is checked too.
 
     Raises:
         KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
@@ -289,6 +289,8 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
         options["guard"] = float(body.guard)
     if body.keep_prompt is not None:
         options["keep_prompt"] = body.keep_prompt
+    if isinstance(body, ChatBody) and body.return_memory:
+        options["return_memory"] = True
     return options
 
 

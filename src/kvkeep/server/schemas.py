@@ -121,7 +121,7 @@ class StreamOptions(Body):
 
 _OWN_FIELDS = {
     *("keep_ratio", "pins", "guard", "keep_prompt", "session_id", "cache_salt", "pin_system", "pin_messages"),
-    *("drop_message", "reposition"),
+    *("drop_message", "reposition", "return_memory"),
 }
 """Fields of kvkeep that the parameters of OpenAI's API go without."""
 
@@ -218,6 +218,7 @@ class ChatBody(Templated, Generating):
         None, description="AKV's: whether what follows dropped messages moves up, as it does under slot positions."
     )
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
+    return_memory: bool | None = Field(None, description="Say which tokens the memory holds at the end.")
 
 
 class CompletionBody(Generating):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request, Response
 
+from kvkeep.engine.request import HeldTokens
 from kvkeep.pins import spans
 from kvkeep.policies.registry import label
 from kvkeep.server.errors import parameter
@@ -18,33 +18,13 @@ from kvkeep.server.session_registry import ServerSession, SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import owner_of, reply
 
-# What the memory of a session holds, as the API shows it: positions, their tokens, and how many heads hold each.
-
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """Return which positions a session's memory holds: for each, the share of KV heads that hold it, and its text."""
+    """Return which positions a session's memory holds, see `ServedModel.shown`."""
     session = entry.session
     ids = session.token_ids
-    layers = session.snapshot().contents.layers if ids else ()
-    counts: Counter[int] = Counter()
-    heads = 0
-    for layer in layers:
-        heads += len(layer.positions)
-        counts.update(layer.positions[layer.positions >= 0].flatten().tolist())
-    return {
-        "id": entry.id,
-        "object": "session.positions",
-        "seen_tokens": len(ids),
-        "budget": session.budget,
-        "heads": heads,
-        "positions": sorted(counts),
-        "shares": [round(counts[position] / heads, 4) for position in sorted(counts)],
-        "texts": [
-            served.token_texts.after(ids[position - 1] if position else None, ids[position])
-            for position in sorted(counts)
-        ],
-        "pins": [list(span) for span in layers[0].pins] if layers else [],
-    }
+    memory = HeldTokens.of(ids, session.snapshot().contents) if ids else HeldTokens()
+    return {"id": entry.id, "object": "session.positions", **served.shown(memory, session.budget)}
 
 
 class SessionRoutes:
