@@ -27,21 +27,13 @@ from lib import report
 
 import kvkeep
 from kvkeep.errors import BudgetError
+from kvkeep.policies import CONVERSATION, DEFAULT
 from kvkeep.policies._keep_prompt import check_budget, check_read, keeping
 from kvkeep.policies.registry import label
 from kvkeep.result_files import ROWS
 
 POLICIES = (
-    *(
-        "local",
-        "streaming_llm",
-        "h2o",
-        "scissorhands",
-        "ahakv",
-        "tova",
-        "snapkv:decode=score,window=8,kernel=13,recent=64",
-        "rkv",
-    ),
+    *("local", "streaming_llm", "h2o", "scissorhands", "ahakv", "tova", DEFAULT, CONVERSATION, "rkv"),
     *("random:buffer=64,recent=64", "vase"),
 )
 
