@@ -16,7 +16,10 @@ from kvkeep.types import AttentionOptions, Phase
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
-POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:graduate=compete", "snapkv:decode=score,window=4")
+POLICIES = (
+    *("h2o", "local", "streaming_llm", "full", "h2o:graduate=compete", "snapkv:decode=score,window=4"),
+    *("snapkv:window=3", "reread:recent=3,sinks=2", "blend:recent=3,rotated=true", "restkv:window=3"),
+)
 B, HQ, HK, D = 3, 6, 2, 16
 
 
@@ -289,7 +292,7 @@ def test_no_memory_is_kept(repeats):
     assert len(repeats) == 1
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "tova", "ahakv", "h2o:decay=0.9", "scissorhands", "adakv", "spatten"])
+@pytest.mark.parametrize("policy", ["tova", "ahakv", "h2o:decay=0.9", "scissorhands", "adakv", "spatten"])
 def test_policies_that_ask_anew_are_told_everything(policy, repeats):
     pair = Pair(policy, 40)
     pair.step(50)

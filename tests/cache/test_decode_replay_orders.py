@@ -22,6 +22,8 @@ POLICIES = (
     "h2o:graduate=compete",
     "h2o:decay=0.9",
     "snapkv:decode=score,window=2",
+    "snapkv:window=3",
+    "reread:recent=4,sinks=2",
 )
 CHANGES = ("padded", "prompt", "probe", "rows", "other rows", "soft cap", "wrong rows", "wrong dtype", "clear")
 OTHERS = ("move", "widen", "budget", "reset", "hold", "inference", "grad")

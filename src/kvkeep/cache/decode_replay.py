@@ -285,14 +285,15 @@ class Repeating:
         if self._held:
             return
         self._block, self._store, self._budget = weakref.ref(block), weakref.ref(block.store), block.budget
-        self._seen, self._lead = weakref.ref(block.seen), block.lead  # a kernel writes the tokens seen
+        # a kernel writes the tokens seen, and reads where the prompt has ended
+        self._seen, self._prompt, self._lead = weakref.ref(block.seen), weakref.ref(block.prompt), block.lead
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
         """Return whether the recorded step fits this block and these options, so that only the tokens differ."""
         if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
             return False
-        if self._seen() is not block.seen:
+        if self._seen() is not block.seen or self._prompt() is not block.prompt:
             return False
         if self._until is not None:
             return bool((block.seen < self._until).all()) and _asked(options) == self._asked

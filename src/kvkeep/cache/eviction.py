@@ -127,7 +127,8 @@ def fused_step(
     else:
         stay = limit(policy, view, block.state, window=window)
         sinks, recent = policy.protected(view.budget)
-        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window)
+        prompt = view.prompt if policy.sums is not None and policy.sums.slides else None
+        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window, prompt)
     return FusedStep(query, block.store.slots(), (key, value), now, statistic, options, added, limits)
 
 

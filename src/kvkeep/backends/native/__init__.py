@@ -122,8 +122,7 @@ class NativeBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty one slot of every head over its limit, in the kernel, or in torch if the kernel cannot."""
-        sinks, recent, limit = limits.sinks, limits.recent, limits.stay
-        if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
+        if not ops.evict(positions, score, limits):
             self._others.evict(positions, score, limits)
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
@@ -146,7 +145,10 @@ class NativeBackend(Backend):
         numbers = (limits.recent, limits.stay, *((report.counts, report.gain, report.last) if report else ()))
         if self._rotation is not None or step.added.ring is not None or step.options.sinks is not None:
             return None
-        if limits.seen.dtype != torch.int64 or any(isinstance(number, Tensor) for number in numbers):
+        counters = [counter for counter in (limits.seen, limits.prompt) if counter is not None]
+        if any(counter.dtype != torch.int64 for counter in counters):
+            return None  # the kernel would be given a copy, and go on reading it
+        if any(isinstance(number, Tensor) for number in numbers):
             return None
         call = self._packed(step)
         return None if call is None else ops.NativeRepeat(call)

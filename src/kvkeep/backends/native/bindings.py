@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.base import Added, Ring, WantedReport
+from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport
 from kvkeep.backends.native.build import native
 from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes, KeyTransform
 from kvkeep.rotary import Rotation
@@ -309,14 +309,17 @@ def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
 def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> bool:
     """Return whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
     ring = added.ring
-    if wanted is None or not added.states:
-        return wanted is None and not added.states and ring is None
+    if (wanted is None and ring is not None) or (wanted is not None and not added.states):
+        return False
+    if not added.states:
+        return True
     if ring is not None and (len(added.states) != 2 or not _is_ring(ring, positions)):
         return False
     if added.lost is not None and (added.lost.dtype, added.lost.shape) != (torch.float32, (*positions.shape[:2], 2)):
         return False
     strides = added.states[0].stride()
-    return wanted.second == (None if ring is None else "low") and all(
+    second = None if wanted is None else wanted.second
+    return second == (None if ring is None else "low") and all(
         state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides
         for state in (*added.states, *(ring.words if ring else ()))
     )
@@ -338,6 +341,13 @@ def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0,
     if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
         return False
     return _is_share(recent, B, Hk) and _is_share(limit, B, Hk)
+
+
+def limitable(positions: Tensor, limits: SlotLimits) -> bool:
+    """Return whether limits have the dtypes and shapes that the functions which evict promise to the kernel."""
+    if limits.prompt is not None and not countable(positions, limits.prompt):
+        return False
+    return countable(positions, limits.seen, limits.recent, limits.stay)
 
 
 def _is_share(value: Budget, rows: int, heads: int) -> bool:

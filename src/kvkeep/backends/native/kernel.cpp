@@ -27,6 +27,8 @@ extern "C" struct Step {
     int64_t recents_row, recents_head, recent;
     const int64_t *limits;
     int64_t limits_row, limits_head, limit;
+    const int64_t *prompts;
+    int64_t prompts_row;
     double keep;  // factor on a sum before the mass is added
     float *lost;  // mass of the victim, and of all slots: both are added to; null: not wanted
     int64_t lost_row, lost_head;
@@ -78,9 +80,10 @@ int64_t attend_as(const Attend &a, int64_t each) {
     return for_each(a.rows * a.kv_heads, work_of(a, each), a.threads, AnyHead::layout(a).size, work) ? 0 : -1;
 }
 
-// Fade a sum and add to it; a new token, in slot `own`, starts at 0.
+// Fade a sum and add to it; a new token, in slot `own`, starts at 0. No mass: other tokens keep their sum.
 inline void add(float *sum, const float *mass, int64_t slots, int64_t own, float keep) {
     sum[own] = 0.0f;
+    if (!mass) return;
     for (int64_t s = 0; s < slots; s++) sum[s] = sum[s] * keep + mass[s];
 }
 
@@ -110,7 +113,8 @@ Slots slots_of(const Step &s) {
     return {a.rows, a.kv_heads, a.slots, a.threads,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.seen, s.seen_row, a.window, s.by_sum ? s.sums[0] : nullptr, s.sum_row, s.sum_head, s.sinks,
-            s.recents, s.recents_row, s.recents_head, s.recent, s.limits, s.limits_row, s.limits_head, s.limit};
+            s.recents, s.recents_row, s.recents_head, s.recent, s.limits, s.limits_row, s.limits_head, s.limit,
+            s.prompts, s.prompts_row};
 }
 
 // Remove the rotation from the key that has been written into slot `own`.
@@ -147,7 +151,7 @@ int64_t step_as(const Step &s, int64_t each, int64_t floats, const Put &put) {
         }
         const float keep = a.now[row * a.now_row] < 0 ? 1.0f : (float)s.keep;
         for (float *sum : s.sums)
-            if (sum) add(sum + row * s.sum_row + head * s.sum_head, mass, a.slots, own, keep);
+            if (sum) add(sum + row * s.sum_row + head * s.sum_head, a.kind == NOTHING ? nullptr : mass, a.slots, own, keep);
         if (a.window) expire_head(held, row, head);
         if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, a.slots);
         const int64_t victim = evict_head(held, row, head);

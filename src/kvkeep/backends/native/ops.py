@@ -29,7 +29,7 @@ _NOTHING = WantedReport()
 # A function of the kernel takes one struct of its header, packed here field by field: q is an int64 or a pointer, d a
 # double, and a group stands for a tensor with its strides.
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
-_STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q 2q d 3q")
 _RING = struct.Struct("6q 2q")
 _TOKEN_HEAD, _OUT, _NEW = struct.Struct("8q 3q"), struct.Struct("2q q"), struct.Struct("3q 3q")
 _QUERY_END, _NOW = _TOKEN_HEAD.size, _TOKEN_HEAD.size + struct.calcsize("4q 4q 3q")
@@ -96,9 +96,11 @@ def step(  # noqa: PLR0913  all that the kernel is told
         return None
     if not bindings.writable(*slots, token[1:], now, **lying) or not bindings.addable(added, positions, wanted):
         return None
-    if not bindings.countable(positions, limits.seen, limits.recent, limits.stay):
+    if not bindings.limitable(positions, limits):
         return None
-    now, seen = cast_to(now, torch.int64), cast_to(limits.seen, torch.int64)
+    now, seen, prompts = (None if x is None else cast_to(x, torch.int64) for x in (now, limits.seen, limits.prompt))
+    assert now is not None
+    assert seen is not None
     recents, recent = either(bounded(limits.recent), torch.int64)
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]  # a policy has up to two sums
@@ -113,11 +115,12 @@ def step(  # noqa: PLR0913  all that the kernel is told
         *(added.is_score, seen.data_ptr(), seen.stride(0), bounded(limits.sinks)),
         *(pointer(recents), *((0, 0) if recents is None else strides(recents)), recent),
         *(pointer(most), *((0, 0) if most is None else strides(most)), limit),
+        *_prompts(prompts),
         1.0 if wanted is None else wanted.decay,
         *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
     )
     return NativeStep(
-        library, call.packed, rest + marks, token, call.results[0], (*call.tensors, now, seen, recents, most, sizes)
+        library, call.packed, rest + marks, token, call.results[0], (*call.tensors, now, seen, recents, most, prompts, sizes)
     )
 
 
@@ -359,7 +362,7 @@ def _piece(slots: Slots) -> bytes:
 # checks of `bindings` make sure that everything it relies on holds.
 
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q q")
-_SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")
+_SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q 2q")
 
 
 def write(
@@ -420,21 +423,16 @@ def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
 
 
 def evict(
-    positions: Int[Tensor, "B Hk S"],
-    scores: Float[Tensor, "B Hk S"],
-    seen: Int[Tensor, " B"],
-    *,
-    sinks: int,
-    recent: Budget,
-    limit: Budget,
+    positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"], limits: SlotLimits
 ) -> bool | None:
     """Run `Backend.evict` and return ``True``; return ``None``, with nothing changed, if the kernel cannot."""
-    library = library_for(positions, scores, seen)
-    if library is None or not bindings.countable(positions, seen, recent, limit):
+    library = library_for(positions, scores, limits.seen)
+    if library is None or not bindings.limitable(positions, limits):
         return None
     if scores.dtype != torch.float32 or scores.shape != positions.shape:
         return None
-    call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
+    rules = {"sinks": limits.sinks, "recent": limits.recent, "limit": limits.stay, "prompt": limits.prompt}
+    call = _slots(positions, limits.seen, scores=scores, **rules)
     return None if library.kvkeep_evict(call.packed) else True
 
 
@@ -459,12 +457,13 @@ def _slots(
     sinks: int = 0,
     recent: Budget = 0,
     limit: Budget = 0,
+    prompt: Int[Tensor, " B"] | None = None,
 ) -> _Call:
     """Pack shapes, addresses and numbers for the kernel's functions that count, expire and evict slots.
 
     Return them with the converted tensors at these addresses, which must live as long as the call.
     """
-    seen = None if seen is None else cast_to(seen, torch.int64)
+    seen, prompts = (None if x is None else cast_to(x, torch.int64) for x in (seen, prompt))
     recents, newest = either(bounded(recent), torch.int64)
     limits, most = either(bounded(limit), torch.int64)
     packed = _SLOTS.pack(
@@ -474,5 +473,11 @@ def _slots(
         *(pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), bounded(sinks)),
         *(pointer(recents), *((0, 0) if recents is None else strides(recents)), newest),
         *(pointer(limits), *((0, 0) if limits is None else strides(limits)), most),
+        *_prompts(prompts),
     )
-    return _Call(packed, (seen, recents, limits))
+    return _Call(packed, (seen, recents, limits, prompts))
+
+
+def _prompts(prompts: Int[Tensor, " B"] | None) -> tuple[int, int]:
+    """Return the address and the stride of the lengths of prompts; zeros for ``None``."""
+    return (0, 0) if prompts is None else (prompts.data_ptr(), prompts.stride(0))

@@ -46,6 +46,8 @@ extern "C" struct Slots {
     int64_t recents_row, recents_head, recent;
     const int64_t *limits;  // per row and head; null: `limit` for all
     int64_t limits_row, limits_head, limit;
+    const int64_t *prompts;  // of each row; tokens before the newest ones of a prompt go last; null: as scored
+    int64_t prompts_row;
 };
 
 namespace {
@@ -133,6 +135,7 @@ inline int64_t evict_head(const Slots &s, int64_t row, int64_t head) {
     const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head : nullptr;
     const int64_t newest = s.recents ? s.recents[row * s.recents_row + head * s.recents_head] : s.recent;
     const int32_t recent = (int32_t)(s.seen[row * s.seen_row] - newest), sinks = (int32_t)s.sinks;
+    const int32_t chosen = s.prompts ? (int32_t)(s.prompts[row * s.prompts_row] - newest) : INT32_MIN;
     Floats low = all(INFINITY);
     Ints old = all(INT32_MAX), where = all(-1);  // the oldest of the lowest, lane by lane
     Ints slot = numbered(std::make_integer_sequence<int, W>());
@@ -140,6 +143,7 @@ inline int64_t evict_head(const Slots &s, int64_t row, int64_t head) {
         const Ints position = load<Ints>(positions + i, s.slots - i, -1);
         Floats score = scores ? load<Floats>(scores + i, s.slots - i, 0.0f) : __builtin_convertvector(position, Floats);
         score = select(score != score, all(-INFINITY), select(score > LARGEST_FINITE, all(LARGEST_FINITE), score));
+        score = select(position < chosen, all(LARGEST_FINITE), score);
         score = select((position >= recent) | (position < sinks), all(INFINITY), score);
         const Ints first = (position >= 0) & ((score < low) | ((score == low) & (position < old)));
         low = select(first, score, low);
