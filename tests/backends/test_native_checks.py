@@ -255,7 +255,9 @@ def test_numbers_beyond_32_bits_protect_everything_instead_of_nothing(number):
 def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monkeypatch):
     """Their addresses are handed over: freed before the call, they would be read after something else is there."""
     call = ops._slots(held(), SEEN.int(), recent=torch.full((B, 1), 2).int(), limit=torch.full((B, HK), 4).int())
-    assert [tensor.dtype for tensor in call.tensors] == [torch.int64] * 3
+    assert [tensor.dtype for tensor in call.tensors[:3]] == [torch.int64] * 3
+    given = {"recent": 2, "limit": 4, "prompt": SEEN.int()}
+    assert ops._slots(held(), SEEN.int(), **given).tensors[-1].dtype == torch.int64
 
 
 def tallied(**changes):

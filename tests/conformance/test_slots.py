@@ -219,7 +219,7 @@ def ordered(slots, states):
 
 def parts(step):
     """Make a step as `Backend.step` is defined."""
-    query, slots, new, now, statistic, options, added, limits = step
+    query, slots, new, now, statistic, options, added, limits, _ = step
     slot = REFERENCE.append(slots, *new, now)
     out, report = REFERENCE.attend(AttentionInputs(query, slots, now, statistic=statistic, options=options))
     fade = torch.where(now >= 0, getattr(statistic, "decay", 1.0), 1.0)[:, :, None]

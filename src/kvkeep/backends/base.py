@@ -19,7 +19,7 @@ from torch import Tensor
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
 from kvkeep.kv import ranking
 from kvkeep.rotary import Rotation, TextRotation
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import AttentionOptions, Budget, Ranges, Report, Slots
 
 # What attention is given.
 
@@ -153,6 +153,8 @@ class FusedStep(NamedTuple):
         options: what the model's attention asks for.
         added: the state that the step updates.
         limits: the slots that stay.
+        ranges: where each head's slots lie in a pool; slots and states are then those of the whole pool, for every head
+            the same. ``None``: they lie side by side. Only a backend that reads pools is given any.
     """
 
     query: Float[Tensor, "B Hq 1 D"]
@@ -163,6 +165,7 @@ class FusedStep(NamedTuple):
     options: AttentionOptions
     added: Added
     limits: SlotLimits
+    ranges: Ranges | None = None
 
 
 # A prompt read again after itself, without reading it: its own queries, turned ahead, against all of its keys.
