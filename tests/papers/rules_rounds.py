@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvkeep_lab.theory.loops import dot, softmax
 
-from .loops import Rule, Step, Vector, evict, require_clear
+from .loops import Rule, Step, Vector, evict, require_clear, require_margin
 from .rules_random import gumbel
 
 
@@ -125,7 +125,10 @@ class VaSE(Round):
         older = [j for j in kept if j < seen - self.recent]
         width = {j: max(self.values[head][j]) - min(self.values[head][j]) for j in kept}
         first = sorted(older, key=lambda j: (math.inf if j < self.sinks else width[j], j))
-        large = first[len(first) - min(self.large, len(first)) :]
+        border = len(first) - min(self.large, len(first))
+        large = first[border:]
+        if 0 < border < len(first) and first[border] >= self.sinks:
+            require_margin(width[first[border - 1]], width[first[border]])
         mass = [self.mass[head].get(j, 0.0) for j in older]
         half = self.kernel // 2
         pooled = {j: sum(mass[max(0, n - half) : n + half + 1]) / self.kernel for n, j in enumerate(older)}

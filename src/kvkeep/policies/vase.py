@@ -61,9 +61,9 @@ class VaSE(Rounds):
             return {"mass": torch.where(view.reads[:, None, None], report.mass, state["mass"])}
         recent, there = self.protected(view.budget)[1], view.positions >= 0
         held = ranking.protects(view.positions, view.seen, sinks=self.sinks, recent=recent, pins=view.pins) & there
-        # a burst leaves so many tokens, so the row of the next token is the first one of a new window
-        after = left(self, view).maximum(held.sum(dim=-1)) + 1
-        return {"mass": report.mass + state["mass"] * (there.sum(dim=-1) > after)[:, :, None]}
+        after = left(self, view).maximum(held.sum(dim=-1)) + 1  # what a burst leaves, and the first row after it
+        goes_on = (there.sum(dim=-1) > after) | (view.new == 0)[:, None]  # a row may have no token now
+        return {"mass": report.mass + state["mass"] * goes_on[:, :, None]}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return the range of large values, above all else (1000), and for others the noisy logarithm of attention."""
@@ -75,6 +75,6 @@ class VaSE(Rounds):
         large = ranking.keep(first, view.positions.masked_fill(~older, EMPTY), n)
         attention = ranking.pooled(state["mass"], view.positions, older, kernel=self.kernel, kind="avg")
         heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
-        keys = (view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions)
+        keys = view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions
         noise = gumbel(self.seed, *keys, view.seen[:, None, None]).float()
         return torch.where(large, width + 1000.0, attention.clamp(min=1.2e-38).log() + noise)
