@@ -60,6 +60,7 @@ REST = (
     "defensivekv",
     "rkv",
     "triattention",
+    "vase",
     "keyformer",
     "spatten",
     "sparse_fixed",

@@ -40,6 +40,7 @@ import torch
 import transformers
 
 import kvkeep
+from kvkeep.policies.base import own_options
 
 BACKENDS = ("reference", "torch", "native")
 VOCABULARY = 61
@@ -79,7 +80,7 @@ def variants() -> list[str]:
         policy: Any = kvkeep.parse(name)
         found += [f"{name}:{preset}" for preset in policy.presets]
         kinds = typing.get_type_hints(type(policy))
-        for entry in dataclasses.fields(policy):
+        for entry in own_options(type(policy)):
             default = getattr(policy, entry.name)
             choices: tuple[Any, ...] = (
                 (True, False) if kinds[entry.name] is bool else typing.get_args(kinds[entry.name])

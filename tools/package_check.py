@@ -15,6 +15,7 @@ WANTED = {
     "kvkeep": [
         "README.md",
         "LICENSE",
+        "NOTICE",
         "pyproject.toml",
         "hatch_build.py",
         "src/kvkeep/py.typed",

@@ -44,6 +44,7 @@ class Config:
         positions: ``true`` or ``slot``.
         prefill_chunk: prompt tokens per step.
         guard: the share of attention that a smaller budget may lose, see `Request`.
+        keep_prompt: whether prompts stay in their slots, or the share of the budget to which they are cut first.
         dtype: of the model, e.g. ``bfloat16``.
         load_in: format of quantised weights.
     """
@@ -57,6 +58,7 @@ class Config:
     positions: str | None = None
     prefill_chunk: int | None = None
     guard: float | None = None
+    keep_prompt: bool | float | None = None
     dtype: str | None = None
     load_in: str | None = None
 
@@ -200,6 +202,13 @@ def _heads(value: object) -> str | None:
     return _text(value)
 
 
+def _kept(value: object) -> str | None:
+    """Return what the setting should be if it is no share that prompts keep; ``None`` if it is valid."""
+    if isinstance(value, bool) or (isinstance(value, int | float) and 0 < value <= 1):
+        return None
+    return "true, false or a share above 0 such as 0.5"
+
+
 def _bits(value: object) -> str | None:
     """Raise an error for bits that no slot can have; return ``None``, which means valid."""
     check_bits(value)
@@ -228,6 +237,7 @@ _CHECKS = {
     "positions": _mode,
     "prefill_chunk": _whole,
     "guard": _share,
+    "keep_prompt": _kept,
     "dtype": _text,
     "load_in": _text,
 }

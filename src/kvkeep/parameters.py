@@ -53,7 +53,7 @@ class Parameter:
     def json_types(self) -> tuple[type, ...]:
         """Return the types that the parameter's value may have in JSON."""
         if self.takes_flag:
-            return (bool, self.kind)
+            return (bool, int, float) if self.kind is float else (bool, self.kind)
         return (int, float) if self.kind is float else (self.kind,)
 
     def allows(self, number: int | float) -> bool:
@@ -258,7 +258,7 @@ SAMPLING_PARAMETERS = {
 POLICY = Parameter(
     name="policy",
     kind=str,
-    help="Eviction policy, with options as in h2o:recent=32. See [b]kvkeep policies[/b].",
+    help="Eviction policy, e.g. h2o:recent=32, see [b]kvkeep policies[/b].",
     group=MEMORY,
     metavar="POLICY",
 )
@@ -292,6 +292,18 @@ GUARD = Parameter(
 )
 PINS = Parameter(
     name="pins", kind=list, help="Spans of the prompt's positions that are never evicted.", group=MEMORY, default=()
+)
+KEEP_PROMPT = Parameter(
+    name="keep_prompt",
+    kind=float,
+    help="Keep the prompt: true, or a share of the budget to which it is cut, e.g. 0.5. Default: false.",
+    group=MEMORY,
+    least=0,
+    most=1,
+    excludes_least=True,
+    takes_flag=True,
+    metavar="SHARE",
+    words=("true", "0.5"),
 )
 CONVERSATIONS = Parameter(
     name="conversations",
@@ -329,8 +341,7 @@ PIN_SYSTEM = Parameter(
 PREFILL_CHUNK = Parameter(
     name="prefill_chunk",
     kind=int,
-    help="Read prompts in chunks, which bounds the memory of prefill; a question at the end is then read after "
-    "evictions. Default: whole prompts.",
+    help="Read prompts in chunks: less memory, but a question at the end is read after evictions.",
     group=MEMORY,
     least=1,
     metavar="TOKENS",
@@ -374,7 +385,7 @@ POSITIONS = Parameter(
     words=("true", "slot"),
     rare=True,
 )
-REQUEST_CACHE_PARAMETERS = (POLICY, BUDGET, GUARD, PINS)
+REQUEST_CACHE_PARAMETERS = (POLICY, BUDGET, GUARD, PINS, KEEP_PROMPT)
 """What a single request may say about its cache."""
 
 DTYPE = Parameter(

@@ -103,6 +103,25 @@ def within(pins: Spans, tokens: int) -> Spans:
     return tuple((start, min(stop, tokens)) for start, stop in pins if start < tokens)
 
 
+def without(pins: Spans, others: Spans) -> Spans:
+    """Return the parts of the spans that lie in none of the others."""
+    found: list[Span] = []
+    for start, stop in pins:
+        for first, last in others:
+            if first < stop and last > start:
+                if first > start:
+                    found.append((start, first))
+                start = min(last, stop)
+        if start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def common(pins: Spans, others: Spans) -> Spans:
+    """Return the parts of the spans that lie in the others as well."""
+    return without(pins, without(pins, others))
+
+
 def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int[Tensor, "B bounds"]:
     """Return the bounds of each row's spans in order, for `kvkeep.kv.ranking.pinned`, filled up with `LAST`.
 

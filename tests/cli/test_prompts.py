@@ -17,8 +17,8 @@ from kvkeep.cli.generate_run import _percent
 from kvkeep.cli.main import app
 from kvkeep.engine.admission import check_room
 from kvkeep.errors import InputError
-from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.load import find, load, quiet
+from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.tokenization import encode_chat
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"

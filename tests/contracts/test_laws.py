@@ -44,6 +44,8 @@ VARIANTS = [
     "topk:h2=0.5",
     "defensivekv:window=1,kernel=1,first=0,alpha=0.5,decode=score",
     "rkv:buffer=2,window=3,balance=0.5",
+    "vase:buffer=2,recent=2,sinks=1,large=0.5,kernel=3",
+    "random:buffer=3,recent=2,sinks=1",
     "triattention:buffer=2,sinks=1,recent=1",
     "h2o:recent=2",
     "h2o:recent=0",

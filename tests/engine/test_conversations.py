@@ -426,3 +426,116 @@ def test_a_memory_that_nobody_keeps_is_not_copied(monkeypatch):
     with engine_of(conversations="fresh") as engine:
         monkeypatch.setattr(engine._kv, "take", lambda row: pytest.fail("a copy"))
         assert ask(engine, FIRST).finish_reason == "length"
+
+
+CONTROL = 2  # begins a message, in these tests
+
+
+def told(*messages):
+    """Token ids of messages, each of which begins with a control token."""
+    return [token for message in messages for token in (CONTROL, *message)]
+
+
+def talk_engine(monkeypatch, mode="continue", policy="full", budget=200, **options):
+    engine = engine_of(policy=policy, budget=budget, conversations=mode, **options)
+    monkeypatch.setattr(engine._admission.words, "turn_starts", frozenset({CONTROL}), raising=False)
+    return engine
+
+
+SYSTEM, QUESTION, RESULT, MORE = prompt_of(31, 12), prompt_of(32, 8), prompt_of(33, 30), prompt_of(34, 6)
+
+
+def no_control(tokens):
+    return [token if token != CONTROL else CONTROL + 1 for token in tokens]
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_a_drop_in_a_conversation_goes_on_as_a_fresh_reading_under_auto(policy, chunk, monkeypatch):
+    with talk_engine(monkeypatch, "auto", policy, prefill_chunk=chunk) as engine:
+        first = told(*map(no_control, (SYSTEM, QUESTION)))
+        one = ask(engine, first)
+        second = [*first, *one.token_ids, *told(no_control(RESULT)), CONTROL]
+        two = ask(engine, second)
+        gone = (len(first) + 5, len(second) - 1)
+        third = [*second, *two.token_ids, *told(no_control(MORE)), CONTROL]
+        drops = [(len(third) - 1, [gone])]
+        three = ask(engine, third, drops=drops)
+        assert three.cached_tokens >= len(second)
+        assert three.dropped_tokens == 31
+        assert three.token_ids == anew(third, policy=policy, budget=200, drops=drops)
+        assert len(engine.session_names) == 1  # the memory without these tokens has taken the place of the other
+        fourth = [*third, *three.token_ids, *told(no_control(QUESTION)), CONTROL]
+        four = ask(engine, fourth, drops=drops)
+        assert four.cached_tokens >= len(third)
+        assert four.token_ids == anew(fourth, policy=policy, budget=200, drops=drops)
+        again = ask(engine, third, drops=drops)  # the third turn once more is cut out of the fourth
+        assert (again.token_ids, again.cached_tokens) == (three.token_ids, len(third) - 1)
+        assert ask(engine, fourth).cached_tokens == 0  # who wants to have all reads all
+        earlier = [(len(second), [gone])]
+        assert ask(engine, third, drops=earlier).token_ids == anew(third, policy=policy, budget=200, drops=earlier)
+
+
+def left_out_of(engine, **options):
+    """A conversation of three turns, and what its client sends without the result of the second one."""
+    first = told(*map(no_control, (SYSTEM, QUESTION)))
+    second = [*first, *ask(engine, first, **options).token_ids, *told(no_control(RESULT)), CONTROL, 7]
+    answer = ask(engine, second, **options).token_ids
+    start = len(first) + 5
+    third = [*second, *answer, *told(no_control(MORE)), CONTROL, 7]
+    return third, [*third[:start], *third[start + 31 :]], (start, start + 31)
+
+
+def test_messages_that_a_client_leaves_out_are_dropped_under_continue(monkeypatch):
+    with talk_engine(monkeypatch) as engine:
+        whole, shorter, gone = left_out_of(engine)
+        read = len(whole) - len(told(MORE)) - 3
+        result = ask(engine, shorter)
+        assert result.cached_tokens == read - 31
+        assert (result.prompt_tokens, result.dropped_tokens, result.read_anew) == (len(shorter), 31, "")
+        assert result.token_ids == anew(whole, policy="full", budget=200, drops=[(read, [gone])])
+        (name,) = engine.session_names
+        assert engine.session(name=name).history.dropped == (gone,)
+        longer = [*shorter, *result.token_ids, *told(no_control(QUESTION)), CONTROL]
+        more = ask(engine, longer)  # the memory goes on without them
+        assert more.cached_tokens >= len(shorter)
+        assert more.prompt_tokens == len(longer)
+        behind = [*whole, *result.token_ids, *told(no_control(QUESTION)), CONTROL]
+        assert more.token_ids == anew(behind, policy="full", budget=200, drops=[(read, [gone])])
+
+
+def test_messages_that_a_client_leaves_out_are_read_anew_where_the_memory_does_not_serve(monkeypatch):
+    with talk_engine(monkeypatch, "auto") as engine:
+        _, shorter, gone = left_out_of(engine)
+        result = ask(engine, shorter)
+        assert "under conversations=continue alone" in result.read_anew
+        assert engine.read_anew(result.id) == result.read_anew
+        assert gone[0] <= result.cached_tokens <= gone[0] + 1  # what comes before them, and a letter that both have
+        assert result.token_ids == anew(shorter, policy="full", budget=200)
+    with talk_engine(monkeypatch, policy="h2o") as engine:
+        _, shorter, _ = left_out_of(engine)
+        result = ask(engine, shorter, new=200)
+        assert "trained for" in result.read_anew
+    with talk_engine(monkeypatch, policy="h2o") as engine:
+        pins = {"pins": ((0, 4),)}
+        _, shorter, _ = left_out_of(engine, **pins)
+        assert ask(engine, shorter, **pins).read_anew == ""
+
+
+def test_others_never_go_on_from_what_was_left_out(monkeypatch):
+    with talk_engine(monkeypatch) as engine:
+        _, shorter, _ = left_out_of(engine)
+        result = ask(engine, shorter, owner="bert")
+        assert (result.cached_tokens, result.read_anew) == (0, "")
+
+
+def test_a_dropped_conversation_is_found_again_after_a_restart(monkeypatch, tmp_path):
+    with talk_engine(monkeypatch, session_dir=tmp_path) as engine:
+        _, shorter, _ = left_out_of(engine)
+        first = ask(engine, shorter)
+        longer = [*shorter, *first.token_ids, *told(no_control(QUESTION)), CONTROL]
+        wanted = ask(engine, longer, keep_as="other")
+    with talk_engine(monkeypatch, session_dir=tmp_path) as engine:
+        found = ask(engine, [*longer, *wanted.token_ids, 5])
+        assert found.cached_tokens >= len(longer)
+        assert found.dropped_tokens == 31

@@ -204,3 +204,48 @@ def test_a_snapshot_with_a_foreign_note_is_refused(loaded):
     for note in ({"pending": "x"}, {"pending": [-1]}, {"pending": [2**40]}, {"messages": [1]}, {"messages": "a"}):
         with pytest.raises(SnapshotError, match="note"):
             engine.session(snapshot=replace(snapshot, note=note))
+
+
+@pytest.mark.parametrize("template", [TEMPLATES["plain"], TEMPLATES["drops thoughts"], TEMPLATES["with a beginning"]])
+def test_messages_are_dropped_with_what_the_template_writes_around_them(template, loaded, tmp_path):
+    texts = ["The dog ran.", "And the cat?", "It slept."]
+    with engine_of(loaded, template, session_dir=tmp_path) as engine:
+        session = engine.session(name="anna")
+        for text in texts:
+            session.ask(text, short(4))
+        answers = [message["content"] for message in session.messages if message["role"] == "assistant"]
+        gone = session.drop(messages=[2, 1, -4])
+        assert len(gone) == 1  # they are neighbours
+        told = loaded[1].decode(session.token_ids[gone[0][0] : gone[0][1]])
+        assert told == f"<|assistant|>{answers[0]}<|end|><|user|> And the cat?<|end|>"
+        assert session.drop(messages=[1]) == ()
+        session.close()
+        again = engine.session(name="anna")
+        assert loaded[1].decode(session_span(again, again.drop(messages=[3]))).startswith("<|assistant|>")
+        for place, why in [
+            (5, "last answer"),
+            (-1, "last answer"),
+            (6, "no message 6"),
+            (-7, "no message -7"),
+            (True, "no message True"),
+        ]:
+            with pytest.raises(InputError, match=why):
+                again.drop(messages=[place])
+        assert again.messages[2]["content"] == "And the cat?"  # said it was, and the memory goes without it
+        again.ask("Why?", short(3))
+        again.drop(messages=[5])
+
+
+def session_span(session, gone):
+    ((start, stop),) = gone
+    return session.token_ids[start:stop]
+
+
+def test_messages_of_unknown_tokens_are_dropped_by_spans_alone(loaded):
+    with engine_of(loaded, TEMPLATES["wants turns"]) as engine:
+        session = engine.session()
+        session.read("Once upon a time")
+        session.ask("The dog ran.", short(3))
+        with pytest.raises(InputError, match="Give spans of tokens instead"):
+            session.drop(messages=[0])
+        assert session.drop(spans=[(2, 4)]) == ((2, 4),)

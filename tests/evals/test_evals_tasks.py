@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from importlib import resources
 
 import model_folders
@@ -209,6 +210,26 @@ def test_agreement_and_kl_of_an_evicting_cache_against_a_loop():
     assert score["kl"] == pytest.approx((full.exp() * (full - bounded)).sum(-1).mean().item(), abs=1e-5)
     assert score["kl"] > 1e-3
     assert sum(score["kl_by_part"]) / len(score["kl_by_part"]) == pytest.approx(score["kl"])
+    equal = (full.argmax(-1) == bounded.argmax(-1)).tolist()
+    firsts = [row.index(False) if False in row else len(row) for row in equal]
+    assert score["first_difference"] == pytest.approx(sum(firsts) / len(firsts))
+
+
+def test_agreement_along_long_answers_after_short_prompts():
+    task = load(Agreement, replace(OPTIONS, prompt_tokens=5, new_tokens=30))
+    assert (task.ids.shape[1], task.new) == (5, 30)
+    assert list(task.cases()) == ["prompt=5,new=30"]
+    drawn, again, other = (
+        load(Agreement, replace(OPTIONS, prompt_tokens=5, new_tokens=30, draw=True, seed=seed)) for seed in (1, 1, 2)
+    )
+    assert list(drawn.cases()) == ["prompt=5,new=30,drawn"]
+    for made in (drawn, again, other):
+        made.prepare(writer())
+    texts = [made.references[0].tokens.tolist() for made in (drawn, again, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert run(drawn, "full", [35] * len(drawn.ids)).score["kl"] == 0.0
+    with pytest.raises(InputError, match="new_tokens=0"):
+        Options(new_tokens=0)
 
 
 def test_the_end_of_text_is_left_out_of_the_continuation(monkeypatch):

@@ -6,9 +6,10 @@ import real_folders
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvkeep.models.chat_templates import fill, system_spans
+from kvkeep.models.chat_templates import fill
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.load import find
+from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.special_tokens import special_tokens_of
 from kvkeep.models.tokenization import encode, encode_chat, encode_next
 

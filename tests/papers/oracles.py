@@ -13,7 +13,7 @@ from .rules_mass import H2O, TOVA, H2OAvg, TopK
 from .rules_prompt import NACL, AdaKV, DefensiveKV, ReSTKV, SnapKV
 from .rules_random import Random
 from .rules_reread import Reread
-from .rules_rounds import RKV, TriAttention
+from .rules_rounds import RKV, TriAttention, VaSE
 from .rules_scissorhands import Scissorhands, ScissorhandsRelease
 from .rules_softmax import AhaKV, Keyformer
 from .rules_sparse import SparseFixed, SparseStrided
@@ -48,6 +48,7 @@ RULES: dict[str, type[Rule]] = {
     "topk": TopK,
     "tova": TOVA,
     "triattention": TriAttention,
+    "vase": VaSE,
 }
 
 

@@ -8,22 +8,38 @@ from .loops import Rule, evict
 
 
 class Random(Rule):
-    """policies.md §16: a number per token (``reservoir``), or per token and step (``victim``); the smallest goes."""
+    """policies.md §16: a number per token (``reservoir``), or per token and step (``victim``); the smallest goes.
+
+    With a buffer (arXiv:2609.03430), more than ``budget`` tokens become ``buffer`` fewer than it.
+    """
 
     def __init__(
-        self, *row: int, mode: str = "victim", seed: int = 0, recent: int = 0, sinks: int = 0, **identity: int
+        self,
+        *row: int,
+        mode: str = "victim",
+        seed: int = 0,
+        recent: int = 0,
+        sinks: int = 0,
+        buffer: int = 1,
+        **identity: int,
     ):
         super().__init__(*row, **identity)
+        self.stay = self.budget
+        if buffer > 1:
+            recent = max(0, min(recent, (self.budget - sinks) // 2))
+            self.stay = max(1, self.budget - min(buffer, max(1, self.budget // 2)), sinks + recent)
         self.mode = mode
         self.seed = seed
         self.recent = recent
         self.sinks = sinks
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
+        if len(kept) <= self.budget:
+            return kept
         protected = [j for j in kept if j < self.sinks or j >= seen - self.recent]
         step = [seen] if self.mode == "victim" else []
         number = {j: draw(self.seed, self.sequence, self.layer, head, j, *step) for j in kept}
-        return evict(kept, self.budget, number.__getitem__, protected, margin=0.0)
+        return evict(kept, self.stay, number.__getitem__, protected, margin=0.0)
 
 
 def split_mix(x: int) -> int:

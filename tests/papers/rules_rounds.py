@@ -10,6 +10,7 @@ from typing import ClassVar
 from kvkeep_lab.theory.loops import dot, softmax
 
 from .loops import Rule, Step, Vector, evict, require_clear
+from .rules_random import gumbel
 
 
 class Round(Rule):
@@ -82,6 +83,55 @@ class RKV(Round):
             for j, c in cosine.items():
                 total[j] += 0.0 if j == newest else c
         return dict(zip(kept, softmax([total[j] / len(kept) for j in kept]), strict=True))
+
+
+class VaSE(Round):
+    """arXiv:2606.03928: ``large`` of the budget for values of the widest range, the rest drawn by attention.
+
+    Attention: of the rows since the last burst, or the last ``recent`` rows of a prompt; the sum over ``kernel``
+    neighbours among the older tokens. Drawn without replacement: the largest ``ln(attention) + Gumbel``.
+    """
+
+    def __init__(
+        self,
+        *row: int,
+        sinks: int = 4,
+        recent: int = 64,
+        buffer: int = 64,
+        large: float = 0.25,
+        kernel: int = 5,
+        seed: int = 0,
+        **identity: int,
+    ):
+        self.rows = recent or 1
+        recent = max(0, min(recent, (row[0] - sinks) // 2))
+        super().__init__(*row, sinks=sinks, recent=recent, buffer=buffer, **identity)
+        self.large = int(large * self.budget + 1e-9)
+        self.kernel = kernel
+        self.seed = seed
+        self.mass: list[dict[int, float]] = [{} for _ in range(self.heads)]
+        self.values: list[list[Vector]] = [[] for _ in range(self.heads)]
+
+    def look(self, head: int, step: Step) -> None:
+        self.values[head] = step.values
+        held = len(step.rows[-1]) if step.rows else 0
+        if not step.decode or held <= self.stay + 1:
+            self.mass[head] = {}
+        for row in step.rows[-self.rows :]:
+            for j, p in row.items():
+                self.mass[head][j] = self.mass[head].get(j, 0.0) + p
+
+    def scores(self, head: int, kept: list[int], seen: int) -> dict[int, float]:
+        older = [j for j in kept if j < seen - self.recent]
+        width = {j: max(self.values[head][j]) - min(self.values[head][j]) for j in kept}
+        first = sorted(older, key=lambda j: (math.inf if j < self.sinks else width[j], j))
+        large = first[len(first) - min(self.large, len(first)) :]
+        mass = [self.mass[head].get(j, 0.0) for j in older]
+        half = self.kernel // 2
+        pooled = {j: sum(mass[max(0, n - half) : n + half + 1]) / self.kernel for n, j in enumerate(older)}
+        keys = self.sequence, self.layer, head
+        drawn = {j: math.log(max(pooled.get(j, 0.0), 1.2e-38)) + gumbel(self.seed, *keys, j, seen) for j in kept}
+        return drawn | {j: width[j] + 1000.0 for j in large}
 
 
 class TriAttention(Round):

@@ -72,7 +72,7 @@ def test_frequencies_that_change_with_the_text_are_refused_with_a_remedy():
     kvkeep.BoundedCache(config, "leverage:rotated=true", 16)
 
 
-@pytest.mark.parametrize("policy", ["leverage", "blend", "reread", "expected_attention", "rkv", "triattention"])
+@pytest.mark.parametrize("policy", ["leverage", "blend", "reread", "expected_attention", "rkv", "triattention", "vase"])
 @pytest.mark.parametrize("budget", [4, 5, 6])
 def test_the_smallest_budgets(policy, budget):
     """Sinks fill nearly all of the budget; a prompt of one token, and a long one, and generated tokens pass."""

@@ -129,7 +129,7 @@ OPTIONS = "options"
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _REQUEST = {
-    *("policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"),
+    *("policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard", "keep_prompt"),
     *(parameter.name for parameter in ENDING_PARAMETERS),
 }
 _TYPES: Mapping[str, tuple[type, ...]] = {

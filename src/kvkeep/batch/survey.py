@@ -172,6 +172,7 @@ class Shape(NamedTuple):
         guard: of all.
         structure: the form of all.
         adapter: of all.
+        keep_prompt: of all.
     """
 
     prompt_tokens: int
@@ -185,6 +186,7 @@ class Shape(NamedTuple):
     guard: float | None
     structure: Structure | None
     adapter: str | None = None
+    keep_prompt: bool | float | None = None
 
 
 Judge: TypeAlias = Callable[[Sequence[Shape]], Sequence[str | None]]
@@ -315,6 +317,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
         own |= {"structured_outputs": shape.structure, "adapter": shape.adapter}
+        own |= {"keep_prompt": shape.keep_prompt}
         # which tokens a prompt has was checked when its line was read
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
@@ -332,7 +335,7 @@ def _shape(line: InputLine) -> Shape:
     work = TokenCounts(sum(len(request.prompt or ()) for request in line.requests), new * len(line.requests))
     pins, guard, form = spans(longest.pins), longest.guard, structure_of(longest.structured_outputs)
     is_batch_line = line.asked is not None
-    own = work, is_batch_line, pins, guard, form, longest.adapter
+    own = work, is_batch_line, pins, guard, form, longest.adapter, longest.keep_prompt
     return Shape(prompt, new, policy, longest.budget, len(line.requests), *own)
 
 

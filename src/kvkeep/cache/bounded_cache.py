@@ -40,6 +40,7 @@ from kvkeep.errors import InputError, PolicyError, UnsupportedOperationError
 from kvkeep.kv.lost_mass import LostShares, shares
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
+from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep.snapshot.fingerprint import policy_named
@@ -71,9 +72,12 @@ class BoundedCache(PhasedCache):
             default, and with 16, slots have the model's dtype. See ``docs/quantised.md``.
         pins: spans of positions that no policy may evict, such as ``[(0, 120)]`` for the first 120 tokens (padding not
             counted), or a list of spans for each row. A layer with a sliding window forgets them with the window.
+        keep_prompt: ``True``: no token of a prompt is evicted, only generated ones are. A share such as 0.5: the policy
+            cuts a prompt to this share of the budget first, and what stays is kept. ``False``: neither; ``None``: as
+            the policy's string says, if it does. See `kvkeep.policies._keep_prompt`.
 
     Raises:
-        BudgetError: the budget is out of range or smaller than what the policy and the pins protect.
+        BudgetError: the budget is out of range or smaller than what the policy, the pins and ``keep_prompt`` protect.
         InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, ``positions`` names no mode,
             ``kv_bits`` no number of bits, or ``pins`` are no spans.
         UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
@@ -94,6 +98,7 @@ class BoundedCache(PhasedCache):
         head_budget: str | None = None,
         kv_bits: str | int | None = None,
         pins: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]] = (),
+        keep_prompt: bool | float | None = None,
     ):
         if not isinstance(config, PreTrainedConfig):
             raise InputError(
@@ -103,6 +108,7 @@ class BoundedCache(PhasedCache):
         self.policy = parse(policy) if isinstance(policy, str) else policy
         if not isinstance(self.policy, Policy):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
+        self.policy = keeping(self.policy, keep_prompt)
         self.budget = budget
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
         rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "positions": positions, "kv_bits": kv_bits}

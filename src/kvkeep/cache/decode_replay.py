@@ -14,9 +14,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
+from kvkeep.attention_stats import Nothing, Statistic
 from kvkeep.backends.base import Backend, Repeat
+from kvkeep.budget import column
 from kvkeep.kv.block import Block
+from kvkeep.policies._keep_prompt import keeps_share
 from kvkeep.policies.base import Policy
 from kvkeep.types import AttentionOptions, Budget, View
 
@@ -53,7 +55,7 @@ class DecodePaths:
         self.path: DecodePath | None = None
         self.why = ""
         self.recorded: Repeating | None = None
-        self._policy = policy
+        self._policy, self._rests = policy, rests(policy)
         self._not_replayed = _NOT_RECORDED
         self._not_fused: str | None = "the layer has no slots yet"
 
@@ -96,20 +98,26 @@ class DecodePaths:
 
     def why_not_fused(self, block: Block) -> str | None:
         """Return the reason why a step on a block cannot be fused; ``None`` if it may be tried."""
-        return self._not_fused if _knows_pins(block) else "a row has pins, of which a kernel knows nothing"
+        if self._rests:  # a kernel evicts nothing, and so protects nothing
+            return self._not_fused
+        if not _knows_pins(block) or (keeps_share(self._policy) and not block.lead):
+            return "a row has pins, of which a kernel knows nothing"
+        return self._not_fused
 
-    def may_record(self, block: Block, *, alone: bool) -> bool:
-        """Return whether this step may be recorded: whether the next one can be the same with other tokens.
-
-        Args:
-            block: the slots.
-            alone: whether the layer has a budget of its own.
-        """
-        if self._policy.grows is not None or self._policy.bursts is not None or not _knows_pins(block):
+    def may_record(self, block: Block) -> bool:
+        """Return whether this step may be recorded: whether the next one can be the same with other tokens."""
+        if not self._rests and (self._policy.grows or self._policy.bursts or not _knows_pins(block)):
             return False  # the number of slots that stay may differ next time
-        if not alone or not block.store.in_place or isinstance(block.budget, Tensor):
-            return False
         return not torch.compiler.is_compiling() and self.statistic.remembers(block.prompt, block.budget)
+
+
+def until_burst(policy: Policy, block: Block) -> Int[Tensor, " B"] | None:
+    """Return how many tokens each row will have seen when a burst of a policy that `rests` is due; ``None`` for other
+    policies.
+    """
+    if not rests(policy):
+        return None
+    return block.seen + column(block.budget, block.seen) - block.held().amax(dim=1)
 
 
 def _knows_pins(block: Block) -> bool:
@@ -140,13 +148,23 @@ def why_not_fused(policy: Policy, backend: Backend, *, window: int | None = None
         return None if _is_told(type(policy), "tally", "observe", "wants", "bursts") else _OVERRIDDEN
     rule = policy.sums
     if rule is None or policy.bursts is not None or len(policy.slots) > 2:
-        return "the policy's rule is no sum of attention mass"
+        return None if rests(policy) else "the policy's rule is no sum of attention mass"
     if rule.score is not None and rule.score not in policy.slots:
         return "the policy's score is none of its sums"
     if not _is_told(type(policy), "sums", "observe", "score", "wants"):
         return _OVERRIDDEN
     holds = all(getattr(policy, name) == value for name, value in rule.only.items())
     return None if holds else "the policy's options make its rule another one"
+
+
+def rests(policy: Policy) -> bool:
+    """Return whether a policy does nothing between bursts: it has no state and asks nothing of attention. A kernel then
+    makes the whole step until a burst is due.
+    """
+    if policy.bursts is None or not policy.bursts.waits or policy.slots or policy.summaries:
+        return False
+    plain = all(getattr(type(policy), name) is getattr(Policy, name) for name in ("observe", "wants"))
+    return plain and isinstance(policy.statistic, Nothing) and policy.tally is None and policy.sums is None
 
 
 _NOT_RECORDED = "there is no recorded step"
@@ -213,6 +231,8 @@ class CachedStatistic:
 def _is_steady(policy: Policy) -> bool:
     """Return whether a policy wants one and the same statistic for all decode steps after a prompt."""
     options = None if policy.sums is None else policy.sums.steady
+    if rests(policy):
+        return True
     return options is not None and all(getattr(policy, name) == value for name, value in options.items())
 
 
@@ -241,36 +261,57 @@ class Repeating:
     Args:
         call: the step for other tokens.
         options: what the model's attention asked for.
+        until: tokens that each row may have seen before a burst is due, which no replay makes; ``None``: any number.
 
     Attributes:
         call: appends, attends, observes and evicts, see `kvkeep.cache.eviction.fused`.
     """
 
-    def __init__(self, call: Repeat, options: AttentionOptions) -> None:
-        self.call, self._asked, self._held = call, _asked(options), False
+    def __init__(self, call: Repeat, options: AttentionOptions, until: Int[Tensor, " B"] | None = None) -> None:
+        self.call, self._asked, self._held, self._until = call, _asked(options), False, until
 
     def hold(self, block: Block) -> None:
-        """Remember, through weak references, the block on which the step has worked. The block must have one budget
-        for all rows.
+        """Remember, through weak references, the block on which the step has worked.
 
         Only the first call has an effect: steps of another kind may follow on a block whose tensors have been replaced.
         """
         if self._held:
             return
-        self._block, self._store, self._budget = weakref.ref(block), weakref.ref(block.store), block.budget
-        self._seen, self._lead = weakref.ref(block.seen), block.lead  # a kernel writes the tokens seen
+        self._block, self._store, self._lead = weakref.ref(block), weakref.ref(block.store), block.lead
+        self._seen = weakref.ref(block.seen)  # a kernel writes it
+        self._budget = None if isinstance(block.budget, Tensor) else block.budget
+        self._numbers = [(weakref.ref(tensor), _version(tensor)) for tensor in _numbers(block)]
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
         """Return whether the recorded step fits this block and these options, so that only the tokens differ."""
-        if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
+        if self._block() is not block or self._store() is not block.store or self._seen() is not block.seen:
             return False
-        if self._seen() is not block.seen:
+        now = _numbers(block)
+        if len(now) != len(self._numbers) or (self._budget is not None and self._budget != block.budget):
             return False
+        for tensor, (known, version) in zip(now, self._numbers, strict=True):
+            if known() is not tensor or version is None or tensor._version != version:
+                return False
+        if self._until is not None:
+            return bool((block.seen < self._until).all()) and _asked(options) == self._asked
         return _knows_pins(block) and block.lead == self._lead and _asked(options) == self._asked
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _numbers(block: Block) -> list[Tensor]:
+    """Return the tensors of a block whose content a recorded step has taken in: where prompts end, which slots belong
+    to which head, and budgets if rows or heads have their own.
+    """
+    budget = block.budget
+    return [block.prompt, *block.store.tables(), *((budget,) if isinstance(budget, Tensor) else ())]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return the number of writes into a tensor; ``None`` for tensors of inference mode, which do not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _asked(options: AttentionOptions) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
 from kvkeep.pins import Spans
 from kvkeep.policies._head_budgets import average
+from kvkeep.policies._keep_prompt import keeps_share, reading, share_of
 from kvkeep.policies.base import Policy
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
 
@@ -113,7 +114,7 @@ def fused_step(
 
     Args:
         policy: one for which `kvkeep.cache.decode_replay.why_not_fused` has no reason.
-        block: the slots, without the new token.
+        block: the slots as they lie in memory, without the new token.
         view: the block's slots as the policy sees them.
         new: the query, key, value and position of each row's token; the position of padding is -1.
         statistic: what the policy wants.
@@ -121,13 +122,15 @@ def fused_step(
         window: sliding window of the layer.
     """
     added, (query, key, value, now) = _added(policy, block, view), new
-    if added.ring is not None:  # such a step evicts nothing, and so protects nothing
+    if policy.bursts is not None:  # such a step evicts nothing, and so protects nothing
         limits = SlotLimits(view.seen, window=window)
     else:
         stay = limit(policy, view, block.state, window=window)
         sinks, recent = policy.protected(view.budget)
-        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window)
-    return FusedStep(query, block.store.slots(), (key, value), now, statistic, options, added, limits)
+        prompt = view.prompt if policy.sums is not None and policy.sums.slides else None
+        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window, prompt)
+    slots, ranges = block.store.in_ranges()
+    return FusedStep(query, slots, (key, value), now, statistic, options, added, limits, ranges)
 
 
 def fused(
@@ -139,14 +142,19 @@ def fused(
         The attention output; ``None`` if the backend declines the step, and then nothing has changed.
     """
     out, ring = backend.step(step), step.added.ring
-    if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
+    if policy.bursts is None or out is None:
+        return out
+    if evict(policy, block, view, window=window, backend=backend) and ring is not None:
         block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
     return out
 
 
 def _added(policy: Policy, block: Block, view: View) -> Added:
     """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
-    state, lost = block.state, block.lost[..., 2:]
+    lost = block.lost[..., 2:]
+    if policy.tally is None and policy.bursts is not None:
+        return Added((), is_score=False, lost=lost)  # a policy that rests between bursts
+    state = {name: block.store.of_heads(held) for name, held in block.of_slots().items()}
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score
@@ -232,6 +240,7 @@ def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
     """Return a mask of the tokens that stay after a prefill chunk."""
+    view = reading(policy, view, window=window)
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     # on a GPU the question itself would make the host wait
@@ -334,7 +343,10 @@ def check_room(
     if phase is Phase.PROBE or (policy.evicts and not grows):
         return
     coming = T if real is None else real.sum(dim=1, keepdim=True)
-    _check(block, coming + (block.held() if policy.evicts else block.seen[:, None]), window=window)
+    seen = block.seen[:, None] + coming
+    if not policy.evicts and isinstance(block.budget, int) and bool((seen <= block.budget).all()):
+        return  # the usual case, without a look at the slots
+    _check(block, block.held() + coming, window=window)
 
 
 def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:
@@ -378,4 +390,5 @@ def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *,
     for row in range(rows if pins else 0):
         budget = budgets[row if len(budgets) == rows else 0]
         if window is None or budget < window:
-            policy.check_pins(budget, pins[row if len(pins) == rows else 0])
+            room = int(share_of(policy, budget)) if keeps_share(policy) else budget
+            policy.check_pins(room, pins[row if len(pins) == rows else 0])

@@ -7,8 +7,9 @@ tensors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import SupportsIndex
@@ -20,9 +21,9 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.backends.base import AttentionInputs, Backend, SecondReading
 from kvkeep.budget import Number
-from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
+from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each, until_burst
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
-from kvkeep.cache.layer_block import BlockPlan, backend_for, store_for
+from kvkeep.cache.layer_block import BlockPlan, backend_for, lead_of, pin_read, store_for
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
@@ -32,6 +33,7 @@ from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import at
 from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
+from kvkeep.policies._keep_prompt import check_budget, keeps_share, keeps_whole, with_prompt
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import Rotation, TextRotation, lengths_read
 from kvkeep.types import (
@@ -202,7 +204,7 @@ class Layer:
         numbers = budgets.check(budget)
         if not checked:
             for number in {size for row in numbers for size in (row if isinstance(row, tuple) else (row,))}:
-                policy.check(number)
+                check_budget(policy, number)
         self.window, self._prefill_chunk = window, chunk_size(prefill_chunk)
         self.budgets: tuple[Number, ...] = tuple(budgets.at_most(number, window) for number in numbers)
         # a policy that never evicts has room for its pins wherever it has room for its tokens
@@ -216,6 +218,7 @@ class Layer:
         self.rotary: Rotation | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
+        self._pins_prompts = True
         self._prompt = torch.zeros(0, dtype=torch.int64)  # see `_prompt_ends`, which a prompt's step calls
         self._follow(before)
 
@@ -225,7 +228,8 @@ class Layer:
         self.columns, self.moves, self.broken, self.paths.recorded = 0, 0, False, None
         if self._together is not None:
             self._together.clear()
-        self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
+        # else budgets or pins may be others now
+        self.allocated &= self._made and not moves and not self.policy.spreads and not keeps_whole(self.policy)
         if self.allocated:
             self.block.clear()
             self.block.scale_keys(self.key_exponents, slice(None))
@@ -260,8 +264,11 @@ class Layer:
     def over(
         self, block: Block, *, columns: int, before: Layer | None = None, together: SharedBudget | None = None
     ) -> Layer:
-        """Return a copy of this layer that works on another owner's block, which has seen ``columns`` columns."""
+        """Return a copy of this layer that works on another owner's block, which has seen ``columns`` columns. The
+        owner pins what prompts keep.
+        """
         other = copy.copy(self)
+        other._pins_prompts = False
         other.paths = DecodePaths(self.policy)  # before `hold`, which would otherwise change those of the original
         other.hold(block, columns=columns)
         other._together = together
@@ -306,6 +313,11 @@ class Layer:
         self.allocated, self._made = True, own
         self._backend = backend_for(block, self._rotation)
         self.paths.begin(self._backend, window=self.window, even=not isinstance(block.store, PooledStore))
+
+    def find_lead(self) -> None:
+        """Note in the layer's own block which first positions `keep_prompt` protects, so that kernels can."""
+        if self.policy.keep_prompt is not None and self.policy.evicts and not torch.compiler.is_compiling():
+            self.block.lead = lead_of(self.policy, self.block)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step, and check that the tensors fit it.
@@ -440,17 +452,17 @@ class Layer:
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         if phase is Phase.PREFILL and self.rotary is not None and self.rotary.longest is not None:
             self._prompt = self._prompt_ends(self.rotary.longest, T, real)
+        pins = phase is Phase.PREFILL and self._pins_prompts
+        if pins and keeps_whole(self.policy):
+            pin_read(self.policy, self.block, T, real, window=self.window)
         self.broken = True  # until the step has ended
-        held, self.block = self.block, self.block.opened()  # a pool is worked on side by side, and then written back
-        try:
-            out = self._run(query, keys, values, options=options, phase=phase, real=real)
-            held.close(self.block)
-        finally:
-            self.block = held
+        out = self._run(query, keys, values, options=options, phase=phase, real=real)
         if self._together is not None:
-            self._together.end(self.policy, held)
+            self._together.end(self.policy, self.block)
+        if pins:
+            self.find_lead()
         if self.paths.recorded is not None:
-            self.paths.recorded.hold(held)
+            self.paths.recorded.hold(self.block)
         self.broken = False
         return out
 
@@ -464,13 +476,24 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Run a step in its phase, on an opened block."""
+        """Run a step in its phase."""
         if phase is Phase.DECODE:
             return self._decode(query, keys, values, options, real)
-        if phase is Phase.PROBE:
-            return self._probe(query, keys, values, options, real)
-        feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
-        return in_chunks(feed, query, keys, values, real=real, size=size)
+        with self._opened():
+            if phase is Phase.PROBE:
+                return self._probe(query, keys, values, options, real)
+            feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
+            return in_chunks(feed, query, keys, values, real=real, size=size)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Work on copies of a pool's slots side by side, and write them back at the end. Without a pool do nothing."""
+        held, self.block = self.block, self.block.opened()
+        try:
+            yield
+            held.close(self.block)
+        finally:
+            self.block = held
 
     def _decode(
         self,
@@ -492,7 +515,8 @@ class Layer:
                 return out
             why = "the backend cannot take these tensors"
         self.paths.took(DecodePath.PLAIN, why)
-        return self._decode_plain(query, keys, values, positions, fresh, options)
+        with self._opened():
+            return self._decode_plain(query, keys, values, positions, fresh, options)
 
     def _decode_fused(
         self,
@@ -518,14 +542,15 @@ class Layer:
             options: see `step`.
             may_record: whether the step may be replayed: a replay knows nothing of padding.
         """
-        view = self._view(self.store.slots(), new=fresh, phase=Phase.DECODE)
+        view = self._view(self.store.in_ranges()[0], new=fresh, phase=Phase.DECODE)
         statistic, window = self.paths.statistic.by(view), self.window
         tokens = query, keys, values, positions
         step = fused_step(self.policy, self.block, view, tokens, statistic=statistic, options=options, window=window)
         out = fused(self.policy, self.block, view, step, window=window, backend=self._backend)
-        if out is not None and may_record and self.paths.may_record(self.block, alone=self._together is None):
+        if out is not None and may_record and self.paths.may_record(self.block):
             call = self._backend.repeat(step)
-            self.paths.recorded = None if call is None else Repeating(call, options)
+            until = until_burst(self.policy, self.block)
+            self.paths.recorded = None if call is None else Repeating(call, options, until)
         return out
 
     def _decode_plain(
@@ -622,6 +647,7 @@ class Layer:
         if self._before is not None and self._first is not None:
             known = _earlier(self._first.block, self._before.block, slots.positions[:, 0])
         turned = self._rotation is None
+        keeps = phase is Phase.DECODE and keeps_share(self.policy)
         return view_of(
             *(self.block, slots),
             new=new,
@@ -631,6 +657,7 @@ class Layer:
             rotation=self._rotary_of(phase),
             turned=turned,
             heads=self.heads,
+            pins=with_prompt(self.block.pins, self.block.prompt) if keeps else None,
         )
 
     def _rotary_of(self, phase: Phase) -> Rotation | TextRotation | None:

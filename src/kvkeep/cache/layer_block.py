@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep.backends import Backend, choose, in_codes, in_pool
@@ -16,9 +16,10 @@ from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore, kind_of
-from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.row_copy import RowCopy, pins_of
 from kvkeep.kv.store import Store
-from kvkeep.pins import Spans
+from kvkeep.pins import Spans, spans
+from kvkeep.policies._keep_prompt import check_read, keeps_share
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import Rotation
 
@@ -121,3 +122,53 @@ def backend_for(block: Block, rotation: Rotation | None) -> Backend:
     if block.store.bits is not None:
         backend = in_codes(backend, turned=rotation is not None)
     return in_pool(backend) if isinstance(block.store, PooledStore) else backend
+
+
+# Tokens of prompts that stay under `keep_prompt`, as pins of a block.
+
+
+def pin_read(policy: Policy, block: Block, T: int, real: Bool[Tensor, "B T"] | None, *, window: int | None) -> None:
+    """Pin tokens that are about to be read in a layer's own block, besides what it pins already.
+
+    Args:
+        policy: one that `keeps_whole`.
+        block: the slots.
+        T: new tokens per row.
+        real: which of them are no padding; ``None``: all.
+        window: sliding window of the layer.
+
+    Raises:
+        BudgetError: a row has no room. Nothing was changed.
+    """
+    starts = block.seen.tolist()
+    counts = [T] * len(starts) if real is None else real.sum(dim=1).tolist()
+    rows = [
+        spans((*pins, (start, start + number)))
+        for pins, start, number in zip(pins_of(block, slice(None)), starts, counts, strict=True)
+    ]
+    for row, pins in enumerate(rows):
+        check_read(policy, _least_budget(policy, block, row), pins, window=window)
+    block.pin(rows)
+
+
+def _least_budget(policy: Policy, block: Block, row: int) -> int:
+    """Return the smallest budget of a row's heads; the mean of them if they divide a common one by need."""
+    if isinstance(block.budget, int):
+        return block.budget
+    return block.budget_of(row) // block.lost.shape[1] if policy.spreads else int(block.budget[row].min())
+
+
+def lead_of(policy: Policy, block: Block) -> int:
+    """Return how many first positions stay in every row, if these are all that `keep_prompt` and pins protect; else 0.
+
+    A kernel that knows of first positions only can then take the step.
+    """
+    if keeps_share(policy):
+        ends = set(block.prompt.tolist())
+        behind = block.pins is not None and any(
+            pins and pins[-1][1] > min(ends) for pins in pins_of(block, slice(None))
+        )
+        return 0 if len(ends) > 1 or behind else ends.pop()
+    found = {*pins_of(block, slice(None))}
+    alone = [pins for pins in found if len(pins) == 1 and pins[0][0] == 0]
+    return alone[0][0][1] if len(alone) == len([*found]) == 1 else 0

@@ -20,6 +20,7 @@ from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies import FALLBACK
 from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
+from kvkeep.policies._keep_prompt import check_budget, check_read
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 
@@ -169,7 +170,7 @@ class Layout:
         spread = self._spread(budgets.check_rows(budget))
         sizes = (size for rows in spread for row in rows for size in (row if isinstance(row, tuple) else (row,)))
         for size in dict.fromkeys(sizes):  # equal budgets once, whatever the number of layers
-            self.policy.check(size)
+            check_budget(self.policy, size)
         return spread
 
     def _spread(self, numbers: Sequence[int]) -> list[Sequence[Number]]:
@@ -212,6 +213,19 @@ class Layout:
         """
         for number, window in zip(self.slots(budget), self.windows.values(), strict=True):
             check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
+
+    def check_read(self, budget: int, pins: Spans) -> None:
+        """Refuse a prompt that is to stay whole and leaves no room in some layer, see `keep_prompt.check_read`.
+
+        Args:
+            budget: tokens per layer and head.
+            pins: all tokens that would have been read, and other pins.
+
+        Raises:
+            BudgetError: a layer's budget has no room; or see `slots`.
+        """
+        for number, window in zip(self.slots(budget), self.windows.values(), strict=True):
+            check_read(self.policy, budgets.smallest(number), pins, window=window)
 
     def room(self, budget: int) -> int | None:
         """Return how many tokens a sequence can have before something must be evicted; ``None`` if every budget holds

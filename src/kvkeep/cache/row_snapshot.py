@@ -184,6 +184,8 @@ class RowSnapshots:
             layer.mend(layers[0].moves)
         for row, snapshot in snapshots.items():
             put(snapshot.contents, blocks, row, states=states)
+        for layer in layers:
+            layer.find_lead()
         self._history.begin_again(ids, columns=columns, device=blocks[0].seen.device)
         self._history.prompt_columns = columns + max(snapshot.pending for snapshot in snapshots.values())
         # no model has fed the cache yet, or it is gone; the next one is checked when it comes

@@ -8,24 +8,37 @@ from pathlib import Path
 from kvkeep.cli import shell_completion
 from kvkeep.cli.files import check_text, place, target
 from kvkeep.cli.options import JSON, OUTPUT, ModelOptions, option, parse_tokens
+from kvkeep.errors import InputError
 
 _MEASURE, _IMPORT = "Measurement", "Import"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(ModelOptions):
-    """Measure which heads of a model need the far past, and write a profile for budgets per head.
+    """Measure which heads of a model need the far past, and write a profile for budgets per head; or, with --for
+    triattention, the statistics of queries that this policy reads.
 
     Each head is limited to its first and newest tokens, alone and together with others. Measured are the answers to
     planted facts that are lost, and the distance from the full cache on your text. Every finished layer is kept.
     """
 
     output: Path = option(
-        "File for the profile, for example heads.json. The same command again resumes a run that was stopped.",
+        "File for the profile, for example heads.json, or for statistics, for example queries.pt. "
+        "The same command again resumes a run that was stopped.",
         "-o",
         read=place,
         metavar="FILE",
         group=OUTPUT,
+    )
+    purpose: str = option(
+        "heads: a profile for --head-budget. triattention: the mean queries of every head, in the format of "
+        "TriAttention's code, for --policy triattention:calibration=FILE.",
+        "--for",
+        name="purpose",
+        default="heads",
+        metavar="WHAT",
+        complete=shell_completion.words("heads", "triattention"),
+        group=_MEASURE,
     )
     text: str | None = option(
         "UTF-8 text on which heads are compared with the full cache; - is standard input. Default: the package's own "
@@ -102,6 +115,12 @@ class CalibrateOptions(ModelOptions):
         Raises:
             KVKeepError: one of them cannot be used.
         """
+        if self.purpose not in ("heads", "triattention"):
+            raise InputError(f"--for {self.purpose!r:.60} is nothing to calibrate for; use heads or triattention.")
+        if self.purpose != "heads" and self.from_duo is not None:
+            raise InputError(
+                "--from-duo brings needs of heads, and --for triattention asks for queries. Leave one out."
+            )
         check_text(self.text, kind="text file")
         super().check_values()
 
@@ -116,4 +135,5 @@ class CalibrateOptions(ModelOptions):
         Raises:
             InputError: the profile cannot be written.
         """
-        target(self.output, "profile", example="heads.json", overwrite=self.overwrite)
+        kind, example = ("profile", "heads.json") if self.purpose == "heads" else ("file", "queries.pt")
+        target(self.output, kind, example=example, overwrite=self.overwrite)

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from kvkeep.calibration import duo_attention
+from kvkeep.calibration import duo_attention, triattention
 from kvkeep.calibration.calibrate import QUICK, Calibration, CalibrationFile, CalibrationSettings, calibrate
 from kvkeep.cli import console
 from kvkeep.cli.calibrate import CalibrateOptions
@@ -115,6 +115,9 @@ def serve(request: CalibrateOptions) -> None:
     duo_pattern = request.from_duo
     try:
         with quiet(), threads.restored():
+            if request.purpose == "triattention":
+                _write_queries(request)
+                return
             profile = _measure(request) if duo_pattern is None else _import(request, duo_pattern)
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(console.INTERRUPTED) from interrupt
@@ -148,6 +151,30 @@ def _measure(request: CalibrateOptions) -> Profile:
         _save(profile, request)
         part.remove()
     return profile
+
+
+def _write_queries(request: CalibrateOptions) -> None:
+    """Measure the mean queries of every head, write TriAttention's file, and print a summary."""
+    job = prepare(replace(request, documents=0))
+    for note in job.notes():
+        console.note(note)
+    texts = [passage.ids for passage in job.windows]
+    writer = writer_of(job.checkpoint, request)
+    content = triattention.statistics(writer, texts)
+    request.check_output()
+    triattention.save(content, request.output)
+    heads, tokens = len(content["stats"]), sum(map(len, texts))
+    if request.json:
+        console.write_json({"file": str(request.output), "heads": heads, "tokens": tokens, **content["metadata"]})
+        return
+    console.out().print(
+        console.facts(
+            {
+                "queries": f"{heads} heads, means over {console.count(tokens, 'token')} of {len(texts)} texts",
+                "use": f"--policy triattention:calibration={request.output}",
+            }
+        )
+    )
 
 
 def prepare(request: CalibrateOptions) -> Calibration:

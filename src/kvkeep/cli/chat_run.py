@@ -21,7 +21,15 @@ from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.chat_sessions import ChatSession
-from kvkeep.cli.generate_run import SavedMemory, engine_for, find_model, sampling_of, title_of, with_memory_settings
+from kvkeep.cli.generate_run import (
+    SavedMemory,
+    engine_for,
+    find_model,
+    sampling_of,
+    title_of,
+    with_keep_prompt,
+    with_memory_settings,
+)
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
 from kvkeep.cli.options import adapter_words
@@ -31,10 +39,10 @@ from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
-from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
+from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.tokenization import check_system
 from kvkeep.pins import Spans, from_start
 from kvkeep.policies import CONVERSATION
@@ -219,7 +227,7 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     memory = _memory(request, place)
     if memory is not None:
         memory.check_adapter(request.adapter)
-    request = with_memory_settings(request, memory)
+    request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)

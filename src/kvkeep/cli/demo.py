@@ -51,7 +51,7 @@ KINDS = {
     "keep everything": ("full", "topk_dynamic"),
     "see the question": (
         *(DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "restkv", "defensivekv", "blend"),
-        *("tova", "topk", "ahakv:sinks=4", "rkv"),
+        *("tova", "topk", "ahakv:sinks=4", "rkv", "vase"),
     ),
     "sum up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
     "look at keys": ("reread", "expected_attention", "triattention", "leverage", "keydiff", "knorm"),

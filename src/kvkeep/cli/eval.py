@@ -262,6 +262,28 @@ class EvalOptions(ModelOptions):
         group=TASKS,
         rare=True,
     )
+    prompt_tokens: int | None = option(
+        "Length of agreement's prompts. Default: 512.",
+        read=parse_tokens,
+        default=None,
+        metavar="TOKENS",
+        group=TASKS,
+        rare=True,
+    )
+    new_tokens: int | None = option(
+        "Tokens of the full cache's own answer that agreement compares. Default: 64.",
+        read=parse_tokens,
+        default=None,
+        metavar="TOKENS",
+        group=TASKS,
+        rare=True,
+    )
+    draw: bool = option(
+        "agreement: the full cache draws its answer. Long answers of the likeliest tokens repeat themselves.",
+        default=False,
+        group=TASKS,
+        rare=True,
+    )
     data: str | None = option(
         "Folder of public data sets, for longbench, choice, summary and ruler; or hub (extra: datasets).",
         default=None,

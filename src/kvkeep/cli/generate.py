@@ -15,6 +15,7 @@ from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
     JSON,
+    KEEP_PROMPT,
     MAX_NEW_TOKENS,
     MAX_ROWS,
     NO_DEFAULT,
@@ -209,6 +210,7 @@ class GenerationOptions(CacheOptions):
     budget: int | None = None
     pin_system: bool = False
     guard: float | None = None
+    keep_prompt: bool | float | None = option(KEEP_PROMPT)
     max_new_tokens: int = option(MAX_NEW_TOKENS)
     temperature: float = option(TEMPERATURE)
     top_p: float | None = option(described(parameters.TOP_P))

@@ -25,7 +25,14 @@ from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_batch_workers import Read, engine_of, reader
-from kvkeep.cli.generate_run import SavedMemory, find_model, sampling_of, with_file_settings, with_memory_settings
+from kvkeep.cli.generate_run import (
+    SavedMemory,
+    find_model,
+    sampling_of,
+    with_file_settings,
+    with_keep_prompt,
+    with_memory_settings,
+)
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import BatchBar, batch_progress
 from kvkeep.engine.detokenizer import TokenTexts
@@ -419,7 +426,7 @@ def serve(request: GenerateOptions) -> None:
 def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
     """Run a batch job over the lines of a local file, writing to another local file."""
     memory = None if request.memory is None else SavedMemory.read(request.memory)
-    request = with_memory_settings(request, memory)
+    request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse_policy(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     defaults = sampling_of(request)

@@ -28,11 +28,12 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
 from kvkeep.models.adapters import weights_of_all
-from kvkeep.models.chat_templates import reads, system_spans
+from kvkeep.models.chat_templates import reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.prepare import prepare_for_rows, restore_modules, weight_layout
 from kvkeep.models.tokenization import Writer
 from kvkeep.openai.messages import ParameterError

@@ -37,13 +37,14 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
 from kvkeep.models import threads, tokenization
 from kvkeep.models.adapters import check_folders, merged_into
-from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, process_group, quiet
-from kvkeep.pins import Spans
-from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import label, parse, spec
+from kvkeep.models.message_tokens import system_spans
+from kvkeep.pins import Spans, spans
+from kvkeep.policies._keep_prompt import keeping
+from kvkeep.policies.base import Policy, share_kept
+from kvkeep.policies.registry import available, label, parse, spec, split
 from kvkeep.result_files import in_full
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
@@ -214,9 +215,28 @@ def _settings(request: GenerationOptions, made: Fingerprint) -> list[tuple[str, 
         ("--layer-budget", layer_budget, made.layer_budget),
         ("--head-budget", request.head_budget, made.head_budget),
         ("--kv-bits", request.kv_bits, made.kv_bits or "16"),
+        ("--keep-prompt", share_kept(request.keep_prompt), _keep_prompt_of(made)),
         ("--positions", request.positions, made.positions),
         ("--dtype", None if request.dtype == "auto" else request.dtype, made.dtype or request.dtype),
     ]
+
+
+def _keep_prompt_of(made: Fingerprint) -> float | None:
+    """Return the share of its budget that the prompts of a memory keep; ``None`` for a policy of another package, which
+    a file must not import.
+    """
+    return parse(made.policy).keep_prompt if split(made.policy)[0] in available() else None
+
+
+def with_keep_prompt(request: _G) -> _G:
+    """Return a request whose policy carries ``--keep-prompt``, as the cache reads it.
+
+    Raises:
+        PolicyError: there is no such policy.
+    """
+    if request.keep_prompt is None:
+        return request
+    return replace(request, policy=spec(keeping(parse(request.policy), request.keep_prompt)))
 
 
 def with_file_settings(request: GenerateOptions) -> GenerateOptions:
@@ -338,7 +358,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     memory = None if request.memory is None else SavedMemory.read(request.memory)
     if memory is not None:
         memory.check_adapter(request.adapter)
-    request = with_memory_settings(request, memory)
+    request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
@@ -357,6 +377,8 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
     layout.check_pins(budget, pins)
+    if memory is None:
+        layout.check_read(budget, spans((*pins, (0, tokens))))
     if request.guard is not None:
         levels(layout, budget, pins)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)

@@ -497,6 +497,26 @@ def parse_head_budget(text: str, option: str) -> str:
     return text
 
 
+def parse_keep_prompt(text: str, option: str) -> bool | float:
+    """Return the value of ``--keep-prompt``: true, false or a share.
+
+    Raises:
+        InputError: the text is none of them, or the share is out of range.
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not parameters.KEEP_PROMPT.allows(share) or share != share:  # not NaN either
+        raise InputError(
+            f"{option} {text!r:.60} is neither true nor false nor a share; give true for the whole prompt, or a number "
+            "above 0 and at most 1 such as 0.5: the prompt is cut to half of the budget, and stays."
+        )
+    return share
+
+
 def parse_system(text: str, option: str) -> str:
     """Return a system message, checked.
 
@@ -640,6 +660,7 @@ BUDGET = described(parameters.BUDGET, flags=("-b",), read=parse_kept_tokens)
 PREFILL_CHUNK = described(parameters.PREFILL_CHUNK, read=parse_chunk)
 LAYER_BUDGET = described(parameters.LAYER_BUDGET, read=parse_layer_budget)
 HEAD_BUDGET = described(parameters.HEAD_BUDGET, read=parse_head_budget)
+KEEP_PROMPT = described(parameters.KEEP_PROMPT, read=parse_keep_prompt)
 KV_BITS = described(parameters.KV_BITS, read=parse_kv_bits)
 POSITIONS = described(parameters.POSITIONS, read=parse_positions)
 MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="256", read=parse_tokens)

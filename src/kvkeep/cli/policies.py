@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import types
@@ -45,7 +44,7 @@ STARTS = {
 
 KINDS = {
     "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "defensivekv", "blend"),
-    "follow the attention of the newest tokens": ("tova", "topk", "ahakv", "rkv"),
+    "follow the attention of the newest tokens": ("tova", "topk", "ahakv", "rkv", "vase"),
     "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
     "guess what later tokens will attend to": ("reread", "expected_attention", "triattention"),
     "look at keys alone": ("leverage", "keydiff", "knorm"),
@@ -217,6 +216,9 @@ def _value(expression: ast.expr) -> Any:
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
     """Return a policy's docstring, options and BibTeX entry as plain data."""
+    with fast_imports():
+        from kvkeep.policies.base import own_options
+
     summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or inspect.getdoc(cls) or "")
     kinds = typing.get_type_hints(cls)
     options = [
@@ -226,7 +228,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
             "default": field.default,
             "help": field.metadata.get("help", ""),
         }
-        for field in dataclasses.fields(cls)
+        for field in own_options(cls)
     ]
     presets = {preset: f"{name}:{text}" for preset, text in cls.presets.items()}
     return {"name": name, "summary": summary, **sections, "options": options, "presets": presets, "bibtex": cls.bibtex}

@@ -71,8 +71,7 @@ class RememberOptions(CacheOptions):
         help=f"{BUDGET.help} Default: 1024; under full the text and 2048 more.",
     )
     fidelity: float | None = option(
-        "In place of --budget: the smallest budget that keeps this share of what passages of the text tell, such as "
-        "0.9. The text is read several times.",
+        "In place of --budget: the smallest that keeps this share of the text, e.g. 0.9, found in several readings.",
         default=None,
         metavar="SHARE",
         read=partial(parse_share, why="Policy full keeps all."),

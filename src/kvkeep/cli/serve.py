@@ -18,6 +18,7 @@ from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
     HEAD_BUDGET,
+    KEEP_PROMPT,
     KV_BITS,
     LAYER_BUDGET,
     MAX_ROWS,
@@ -205,6 +206,7 @@ class ServeOptions(ModelOptions):
     layer_budget: str | list[float] | None = option(LAYER_BUDGET)
     head_budget: str | None = option(HEAD_BUDGET)
     kv_bits: str | None = option(KV_BITS)
+    keep_prompt: bool | float | None = option(KEEP_PROMPT, rare=True)
     positions: Literal["true", "slot"] | None = option(POSITIONS)
     pin_system: bool = option(PIN_SYSTEM)
     guard: float | None = option(

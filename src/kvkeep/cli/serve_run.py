@@ -42,6 +42,7 @@ from kvkeep.openai.messages import ToolUse
 from kvkeep.parameters import CONVERSATION_TTL, PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
 from kvkeep.policies import CONVERSATION, DEFAULT
+from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.policies.registry import spec
@@ -80,7 +81,7 @@ class Answering(Protocol):
 def engine_options(request: ServeOptions) -> dict[str, Any]:
     """Return the options of the engine."""
     slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
-    rest = ("guard", "host_rows", "prefix_memory", "session_dir", "conversations", "conversation_ttl")
+    rest = ("guard", "keep_prompt", "host_rows", "prefix_memory", "session_dir", "conversations", "conversation_ttl")
     most = session_bytes(request)
     kept: dict[str, int | None] = {"session_memory": most, "conversation_memory": _FILES * most}
     if request.session_dir is None:  # sessions that a client has named have no other place
@@ -442,7 +443,7 @@ def _checkpoint(request: ServeOptions) -> tuple[ServeOptions, Checkpoint, int | 
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    policy = named or _default_policy(checkpoint, request.device)
+    policy = keeping(named or _default_policy(checkpoint, request.device), request.keep_prompt)
     layout = Layout.of(
         *(checkpoint.config, policy),
         layer_budget=request.layer_budget,

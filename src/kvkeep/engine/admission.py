@@ -17,23 +17,27 @@ from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.engine import budget_guard
 from kvkeep.engine.detokenizer import StopText
+from kvkeep.engine.drops import Drops, check_drop, drops_of, most_held
 from kvkeep.engine.grammar import Grammars
 from kvkeep.engine.host_copies import COPIES, Staging, block_bytes, bound
+from kvkeep.engine.kv_blocks import keeps_states
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.prompt_encoding import ConversationHistory, PromptEncoder
 from kvkeep.engine.request import Request, checked_guard, usable
 from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
+from kvkeep.errors import BudgetError, CapacityError, InputError, UnsupportedOperationError, show_bytes
 from kvkeep.models.adapters import adapters_of, merged_into
-from kvkeep.models.checkpoint import Model, Tokenizer, position_limit
+from kvkeep.models.checkpoint import Model, Tokenizer, position_limit, trained_length
 from kvkeep.models.device import device_of
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, count, end, spans
+from kvkeep.policies._keep_prompt import keeping, keeps_whole
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot.contents import STATEFUL
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
 
@@ -368,6 +372,7 @@ class Admission:
         self.rule = LengthRule.of(model)
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
+        self._states = keeps_states(model)
         self.identity = Identity(model, tokenizer, self._chunk)
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = PromptEncoder(model, tokenizer, self._limit, self._end_ids)
@@ -386,7 +391,8 @@ class Admission:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
         policy, budget, adapter = self.settle(
-            request.policy, request.budget, made_of(request.snapshot), request.adapter
+            *(request.policy, request.budget, made_of(request.snapshot), request.adapter),
+            keep_prompt=request.keep_prompt,
         )
         request = request if adapter == request.adapter else request.replaced(adapter=adapter)
         if request.snapshot is not None:
@@ -407,8 +413,9 @@ class Admission:
         if not past and request.guard is None and self._guard is not None:
             request = request.replaced(guard=self._guard)
         levels = self._levels(policy, budget, request, past or ConversationHistory())
+        drops = self._drops(request, past or ConversationHistory())
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
-        check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
+        check_room(self._layout(policy), budget, most_held(drops, len(prompt)), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
             raise InputError(
                 f"The model has learned positions for {self._limit} tokens; the request needs {total}. Shorten the "
@@ -424,9 +431,68 @@ class Admission:
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
         bound = None if request.structured_outputs is None else self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
+        found.drops = drops
         if past is not None:
             found.held, found.held_pins = len(past.ids), past.pins
         return found
+
+    def _drops(self, request: Request, past: ConversationHistory) -> Drops:
+        """Return the drops of a request, with those of the memory that it continues, after checking them.
+
+        Raises:
+            InputError: a token is dropped that is pinned or was not read, nothing would be left, or no token of the
+                prompt follows.
+            UnsupportedOperationError: the model has layers with a state.
+        """
+        asked, prompt = cast(Drops, request.drops), cast(GenericSequence[int], request.prompt)
+        if asked or request.reposition is not None:
+            self.check_drops(request.reposition)
+        if not asked:
+            return past.drops
+        if request.guard is not None:
+            raise InputError("`guard` chooses a budget for a whole prompt, of which nothing is dropped. Leave it out.")
+        if asked[0].after < len(past.ids) or asked[-1].after >= len(prompt):
+            raise InputError(
+                f"A drop comes after {asked[0].after if asked[0].after < len(past.ids) else asked[-1].after} tokens: "
+                f"give one from {len(past.ids)} to {len(prompt) - 1}, behind which a token of the prompt follows."
+            )
+        before, pins = list(past.drops), spans((*past.pins, *cast(Spans, request.pins)))
+        for drop in asked:
+            check_drop(drop.spans, read=drop.after, drops=tuple(before), pins=pins)
+            before.append(drop)
+        return drops_of(before)
+
+    @property
+    def moves_up(self) -> bool:
+        """Return whether tokens move up when others are evicted, as they do under slot positions."""
+        return self._layout(self._policy).positions == "slot"
+
+    def fits(self, prompt_tokens: int, sampling: SamplingParams) -> bool:
+        """Return whether the model was trained for the positions of so many tokens and the new ones."""
+        longest = None if self.moves_up else trained_length(self._model.config)
+        return longest is None or prompt_tokens + sampling.max_new_tokens - 1 <= longest
+
+    def check_drops(self, reposition: bool | None = None) -> None:
+        """Refuse to drop tokens of a memory that cannot forget them, or to place those behind them as it cannot.
+
+        Args:
+            reposition: whether the tokens behind are to move up; ``None``: as it happens.
+
+        Raises:
+            InputError: tokens move up under slot positions, and do not under true ones.
+            UnsupportedOperationError: the model has layers with a state.
+        """
+        if self._states:
+            raise UnsupportedOperationError(STATEFUL)
+        moves = self.moves_up
+        if reposition not in (None, moves):
+            raise InputError(
+                "reposition=false cannot be honoured: under slot positions each token stands at its rank among those "
+                "that are held. Leave it out."
+                if moves
+                else "reposition=true needs slot positions: keys are stored rotated to their true ones. Leave it out, "
+                "or start with positions=slot."
+            )
 
     def _ends(self, request: Request, turn_ends: frozenset[int]) -> frozenset[int]:
         """Return the ids of the tokens that end a request: the model's end tokens, its own stop tokens, and those with
@@ -467,12 +533,13 @@ class Admission:
             )
 
     def _levels(self, policy: Policy, budget: int, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the budgets among which a guarded request chooses, in ascending order, after checking its pins. Return
-        an empty tuple for a request without a guard.
+        """Return the budgets among which a guarded request chooses, in ascending order, after checking its pins and
+        the prompt that is to stay whole. Return an empty tuple for a request without a guard.
 
         Raises:
             InputError: a pin lies outside of the prompt, or no budget can be chosen.
-            BudgetError: some layer's budget is too small for pinned and protected tokens together.
+            BudgetError: some layer's budget is too small for pinned and protected tokens together, or for a prompt
+                that stays whole.
         """
         pins, n = cast(Spans, request.pins), len(cast(GenericSequence[int], request.prompt))
         before = len(past.ids)
@@ -487,6 +554,8 @@ class Admission:
             )
         if pins:
             self.check_pins(policy, budget, spans((*past.pins, *pins)))
+        if keeps_whole(policy):
+            self._layout(policy).check_read(budget, spans((*past.pins, *pins, (before, n))))
         if request.guard is None:
             return ()
         if before:
@@ -530,12 +599,14 @@ class Admission:
         budget: int | None,
         made: Fingerprint | None = None,
         adapter: str | None = None,
+        *,
+        keep_prompt: bool | float | None = None,
     ) -> Settled:
         """Resolve the policy, the budget and the adapter of a request or a session, and check them against its
         snapshot.
 
         What is ``None`` comes from ``made``, the fingerprint of a memory that is continued, or else from the engine. An
-        engine's adapter is none.
+        engine's adapter is none. The policy gets ``keep_prompt``.
 
         Raises:
             KVKeepError: the budget is more than the engine's, the model has no such adapter, or the memory belongs to
@@ -546,6 +617,8 @@ class Admission:
             policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
+        # a memory says of itself whether it keeps prompts
+        found = keeping(found, keep_prompt, self._policy.keep_prompt if made is None else None)
         number = self._budget if budget is None else budgets.check_one(budget)
         if number > self._budget:
             raise BudgetError(

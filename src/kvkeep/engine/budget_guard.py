@@ -52,6 +52,8 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
     """
     if not policy.evicts:
         return "it keeps every token"
+    if policy.keep_prompt is not None:
+        return "it keeps prompts, whole or a share of the budget"
     if policy.bursts or policy.grows or policy.cascades:
         return "its cuts are no plain choice of the best tokens of each head"
     if policy.rates_by_budget:

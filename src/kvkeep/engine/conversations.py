@@ -11,12 +11,13 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvkeep.engine.admission import Settled
+from kvkeep.engine.drops import Drop, Drops, LeftOut, dropped, left_out, missing_messages
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
@@ -24,7 +25,8 @@ from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import State
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
-from kvkeep.pins import within
+from kvkeep.pins import end, spans, within
+from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
 
@@ -33,13 +35,31 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 LEAST_TOKENS = 16
 """A memory of fewer tokens is not worth a copy; vLLM's blocks have as many."""
+_REASONS = 1024
+"""Requests of which it is known why they were read anew."""
 _PIECE = 1024
 """Tokens that are compared at once."""
 _log = logging.getLogger(__name__)
 
+ANOTHER_READING = (
+    "Messages before the last ones were left out. Those that stay were read in their presence, and a chat goes on from "
+    "such a memory under conversations=continue alone. Send all messages, with drop_message."
+)
+"""Why a memory of which messages were left out does not serve under ``auto``."""
+REWRITTEN = (
+    "Messages before the last ones were left out, and the chat template writes those that stay in another way then: "
+    "send all messages, with drop_message."
+)
+"""Why a memory of which messages were left out does not serve under a template."""
+
 
 def usable_tokens(
-    past: ConversationHistory, prompt: GenericSequence[int], mode: Mode, *, for_later: bool = False
+    past: ConversationHistory,
+    prompt: GenericSequence[int],
+    mode: Mode,
+    drops: Drops = (),
+    *,
+    for_later: bool = False,
 ) -> int:
     """Return from how many tokens of a memory a prompt goes on; 0: the prompt is read anew.
 
@@ -51,12 +71,15 @@ def usable_tokens(
         past: the tokens that the memory stands for, and to how many it can be cut back.
         prompt: the new tokens.
         mode: ``auto``, ``continue`` or ``fresh``.
+        drops: what leaves the memory while the prompt is read. A memory serves if it has dropped just that by then.
         for_later: whether the memory's policy keeps tokens for questions that it does not know.
     """
-    if mode == "fresh":
+    done = len(past.drops)
+    if mode == "fresh" or past.drops != drops[:done]:
         return 0
     shared = common_beginning(past.ids, prompt)
     found = min(shared, len(prompt) - 1)  # the last token is read in any case: it tells the next one
+    found = min([found, *(drop.after for drop in drops[done:])])
     if past.shortest is None:
         return found if (mode == "continue" or for_later) and found == len(past.ids) else 0
     return found if found >= past.shortest else 0
@@ -171,6 +194,7 @@ class Conversations:
         self._most_bytes = whole_within("conversation_memory", most_bytes, 0, 2**63 - 1)
         self._sessions, self._make_host, self._mode, self._ttl_s = sessions, host, found, ttl_s
         self._windows = windows
+        self._reasons: OrderedDict[int, str] = OrderedDict()
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
         if self.active:
             self._open_saved()
@@ -204,8 +228,8 @@ class Conversations:
             return None
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
-        while (best := self._longest(sequence, least)) is not None:
-            entry, tokens = best
+        while (best := self._best(sequence, least)) is not None:
+            entry, tokens, shorter = best
             try:
                 contents = entry.session.memory.contents()
             except (KVKeepError, OSError) as error:  # another model's, or its file has gone: the prompt is read anew
@@ -218,8 +242,84 @@ class Conversations:
                 return None
             self._touch(entry)
             sequence.recalled = True
-            return contents.cut_back(tokens)
+            if shorter is None:
+                return contents.cut_back(tokens)
+            rest = sequence.prompt[shorter.shared :]
+            new = (Drop(tokens, shorter.spans),) if shorter.spans else ()
+            sequence.recall((*entry.past.ids[:tokens], *rest), (*entry.past.drops, *new))
+            return contents.cut_back(tokens)  # `kvkeep.engine.prefix_cache.begin` drops what is due
         return None
+
+    def _best(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int, LeftOut | None] | None:
+        """Return the conversation from which a prompt has least to read, the tokens of its memory that serve, and what
+        the client has left out of it. Note why a memory of which messages were left out does not serve.
+        """
+        best = self._longest(sequence, least)
+        most = least - 1 if best is None else best[1]
+        shorter = max(self._shorter(sequence, most), key=lambda found: found[1].shared, default=None)
+        if shorter is not None:
+            entry, found = shorter
+            if not (why := self._against(sequence, entry, found)):
+                return entry, found.tokens, found
+            self._note_reason(sequence, why)
+        elif (best is None or best[1] < len(best[0].past.ids)) and any(
+            self._missing(sequence, entry) for entry in self._entries.values()
+        ):
+            self._note_reason(sequence, REWRITTEN)
+        return None if best is None else (*best, None)
+
+    def _note_reason(self, sequence: Sequence, why: str) -> None:
+        """Note why a request does not go on from a memory, for its result and for `reason`."""
+        sequence.read_anew = self._reasons[sequence.id] = why
+        while len(self._reasons) > _REASONS:
+            self._reasons.popitem(last=False)
+
+    def reason(self, number: int) -> str:
+        """Return why a request, of the last ones, does not go on from a memory of which its client has left out
+        messages; empty if it does, or there is none.
+        """
+        return self._reasons.get(number, "")
+
+    def _shorter(self, sequence: Sequence, most: int) -> Iterator[tuple[KeptConversation, LeftOut]]:
+        """Yield the conversations of which a prompt leaves out messages, if more than ``most`` tokens are shared."""
+        starts = self._host.admission.words.turn_starts
+        if sequence.drops or not starts:
+            return
+        reader = Reader.of(sequence)
+        for entry in reversed(self._entries.values()):
+            ids = entry.past.ids
+            if entry.reader != reader or len(ids) <= most or not common_beginning(ids[:1], sequence.prompt[:1]):
+                continue
+            found = left_out(ids, entry.past.dropped, sequence.prompt, starts)
+            if found is None or found.shared <= most or not (found.spans or entry.past.drops):
+                continue
+            shortest = len(ids) if entry.past.shortest is None else entry.past.shortest
+            whole = found.tokens == len(ids)  # the tokens of the answer say the same as its message
+            if found.tokens >= shortest and (whole or self._missing(sequence, entry) is not None):
+                yield entry, found
+
+    def _against(self, sequence: Sequence, entry: KeptConversation, found: LeftOut) -> str:
+        """Return why a prompt does not go on from a memory of which it leaves out messages; empty if it does."""
+        if self._mode != "continue":
+            return ANOTHER_READING
+        gone = (*entry.past.dropped, *found.spans)
+        if sequence.pins != within(entry.session.pins, found.tokens) or end(sequence.pins) > min(
+            start for start, _ in gone
+        ):
+            return "Tokens are pinned that the conversation does not pin, or behind the messages that are left out."
+        tokens = found.tokens + len(sequence.prompt) - found.shared
+        admission = self._host.admission
+        if why := admission.rule.refusal(found.tokens, tokens):
+            return why
+        if not admission.fits(tokens, sequence.request.sampling):
+            return "With the messages that are left out, the conversation is longer than the model was trained for."
+        return ""
+
+    def _missing(self, sequence: Sequence, entry: KeptConversation) -> int | None:
+        """Return how many messages of a conversation a chat leaves out; ``None`` if it is another one, or unknown."""
+        if entry.reader != Reader.of(sequence):
+            return None
+        return missing_messages(entry.past.messages, sequence.request.noted_messages)
 
     def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
         """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
@@ -227,12 +327,13 @@ class Conversations:
         for entry in reversed(self._entries.values()):
             if entry.reader != reader:
                 continue
-            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, for_later=reader.asks_later)
+            later = reader.asks_later
+            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, for_later=later)
             pins = within(entry.session.pins, tokens)
-            fits = (
-                pins == within(sequence.pins, tokens)
-                and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
-            )
+            asked = within(sequence.pins, tokens)
+            # a prompt that stays whole pins what is held of it, and so whatever the memory pins
+            same = pins == asked or (keeps_whole(sequence.policy) and spans((*pins, *asked)) == asked)
+            fits = same and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
             if fits and tokens >= least:
                 best, least = (entry, tokens), tokens + 1
         return best
@@ -258,7 +359,7 @@ class Conversations:
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
         longer = (*past.ids, *past.pending, 0)
-        useful = usable_tokens(past, longer, self._mode, for_later=reader.asks_later)
+        useful = usable_tokens(past, longer, self._mode, past.drops, for_later=reader.asks_later)
         if not useful or contents.nbytes > self._most_bytes:
             return None
         mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
@@ -283,7 +384,11 @@ class Conversations:
             shared = common_beginning(entry.past.ids, past.ids)
             if shared < entry.prompt_tokens:
                 continue
-            serves = past.shortest is not None and past.shortest <= shared and entry.idle
+            # what was dropped from a conversation is gone for its earlier turns, too: one memory is enough
+            before = entry.past.drops
+            drops = past.drops != before == past.drops[: len(before)]
+            cut = past.shortest is not None and past.shortest <= shared and past.drops == before
+            serves = (cut or drops) and entry.idle
             entry.continued = not (serves and self._says(past.ids[shared:], entry.past.ids[shared:]))
             if not entry.continued:
                 found.append(entry)
@@ -349,7 +454,10 @@ class Conversations:
         n, messages = contents.seen, sequence.request.noted_messages
         said = sequence.tail.text if sequence.tail else ""
         answered = (*messages, {"role": "assistant", "content": said}) if messages else ()
-        history = ConversationHistory(ids[:n], tuple(ids[n:]), answered, shortest=contents.shortest(self._windows()))
+        shortest, drops = contents.shortest(self._windows(), dropped(sequence.drops)), sequence.drops
+        if shortest is not None and drops:
+            shortest = max(shortest, drops[-1].after)
+        history = ConversationHistory(ids[:n], tuple(ids[n:]), answered, shortest=shortest, drops=drops)
         return history.held_in(contents)
 
     def _open_saved(self) -> None:
@@ -422,7 +530,8 @@ def _same_pins(one: ConversationHistory, other: ConversationHistory) -> bool:
 
 def _covers(past: ConversationHistory, beginning: ConversationHistory) -> bool:
     """Return whether a memory can be cut back to another one's tokens, so that it serves in its place."""
-    return past.shortest is not None and past.shortest <= len(beginning.ids) and _begins(beginning, past)
+    serves = past.shortest is not None and past.shortest <= len(beginning.ids) and past.drops == beginning.drops
+    return serves and _begins(beginning, past)
 
 
 # What a file notes of its reader, beside the policy, the budget and the adapter of its fingerprint.

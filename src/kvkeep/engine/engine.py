@@ -24,7 +24,7 @@ from kvkeep.engine.kv_blocks import keeps_states
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.prefix_cache import PrefixCache, begin, check_prefix_memory
-from kvkeep.engine.request import Asked, Event, Result, check_numbers, listed, request_of, usable
+from kvkeep.engine.request import Asked, Event, HeldTokens, Result, check_numbers, listed, request_of, usable
 from kvkeep.engine.sampler import Sampler, whole
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
@@ -48,6 +48,7 @@ from kvkeep.models.tokenization import noted
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS, SYSTEM_SHARE
 from kvkeep.pins import Span, Spans
 from kvkeep.policies import DEFAULT
+from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending, Snapshot
@@ -129,6 +130,7 @@ class Engine:
         conversation_ttl: seconds after which such a memory is forgotten if nobody uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
         guard: of requests that have none, see `Request`.
+        keep_prompt: of requests and sessions that say nothing about it, see `BoundedCache`.
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
@@ -162,6 +164,7 @@ class Engine:
         conversation_ttl: float = CONVERSATION_TTL.default,
         graphs: bool | None = None,
         guard: float | None = None,
+        keep_prompt: bool | float | None = None,
     ) -> None:
         numbers = {"rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "decode_every": decode_every}
         check_numbers(budget, **numbers)
@@ -170,7 +173,7 @@ class Engine:
         prepare(self.model)
         beyond = {"host_rows": host_rows, "session_dir": session_dir, "conversation_memory": conversation_memory}
         check_split(self.model.config, **beyond, graphs=graphs)
-        self.policy, self.budget = usable(policy), budget
+        self.policy, self.budget = keeping(usable(policy), keep_prompt), budget
         device = device_of(self.model)
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
@@ -370,7 +373,7 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def session(
+    def session(  # noqa: PLR0913  the choices of a user
         self,
         *,
         name: str | None = None,
@@ -380,6 +383,7 @@ class Engine:
         snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
         adapter: str | None = None,
+        keep_prompt: bool | float | None = None,
         create: bool = True,
     ) -> Session:
         """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
@@ -393,6 +397,8 @@ class Engine:
             snapshot: the memory that the session continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
             adapter: the model's adapter; by default the snapshot's or the saved session's, or else none.
+            keep_prompt: whether the prompts of its turns stay, see `BoundedCache`; by default the snapshot's, or else
+                the engine's.
             create: whether a session is made if none has this name.
 
         Raises:
@@ -414,6 +420,7 @@ class Engine:
                 snapshot=snapshot,
                 pins=pins,
                 adapter=adapter,
+                keep_prompt=keep_prompt,
             )
 
     @property
@@ -422,6 +429,12 @@ class Engine:
         with self._dispatcher.turn:
             self._conversations.expire()
             return self._sessions.names
+
+    def read_anew(self, number: int) -> str:
+        """Return why a request does not go on from a memory of which its client has left out messages; empty if it
+        does, or there is none. Only the last requests are known. The call does not wait for a step.
+        """
+        return self._conversations.reason(number)
 
     def can_pin(
         self,
@@ -624,6 +637,7 @@ class Engine:
                         budget=sequence.budget,
                         sequence=sequence.request.sequence,
                         pins=(*sequence.held_pins, *sequence.pins),
+                        prompt_tokens=len(sequence.to_read),
                     )
 
     def _session_host(self) -> SessionHost:
@@ -656,6 +670,7 @@ class Engine:
         """
         ready = run.commit()
         if run.reads:
+            self._drop(run.requests)
             for sequence in run.requests:
                 self._prefix_cache.keep(sequence, self._kv)
         if not ready:
@@ -679,6 +694,20 @@ class Engine:
         for sequence, token in zip(sequences[len(twins) :], tokens[len(twins) :], strict=True):
             with self._guarded(sequence):
                 self._append(sequence, whole(token, sequence))
+
+    def _drop(self, sequences: Iterable[Sequence]) -> None:
+        """Evict the tokens that leave the memories of prompts at the places to which they have just been read."""
+        for sequence in sequences:
+            if sequence.drops and sequence.row is not None and (gone := sequence.gone):
+                with self._guarded(sequence):
+                    self._kv.drop(
+                        sequence.row,
+                        gone,
+                        policy=sequence.policy,
+                        budget=sequence.budget,
+                        sequence=sequence.request.sequence,
+                        pins=sequence.pins,
+                    )
 
     def _begin_duplicate(self, twin: Sequence, reader: Sequence, contents: Contents, token: int, place: int) -> None:
         """Begin a request from the prefilled prompt of another one with the same tokens. It gets its first token at
@@ -728,8 +757,10 @@ class Engine:
         try:
             if sequence.row is not None:
                 self._measure(sequence, sequence.row)
-            if keepers and sequence.row is not None:
+            if (keepers or sequence.request.return_memory) and sequence.row is not None:
                 contents = self._kv.take(sequence.row)
+                if sequence.request.return_memory:
+                    sequence.memory = HeldTokens.of((*sequence.prompt, *sequence.token_ids), contents)
                 pending = joined([keep(sequence, contents) for keep in keepers])
         except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))

@@ -22,8 +22,9 @@ from kvkeep.kv.slot_codec import scales_keys
 from kvkeep.kv.store import inference
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.key_scaling import key_exponents
-from kvkeep.pins import Spans, spans
+from kvkeep.pins import Spans, end, spans
 from kvkeep.policies._head_budgets import refusal
+from kvkeep.policies._keep_prompt import keeps_share
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside, mine, whole
 from kvkeep.types import AttentionOptions, MemoryUsage, Phase, Stepper
@@ -37,7 +38,8 @@ class Owner(NamedTuple):
     Attributes:
         policy: the eviction policy.
         pinned: whether the row has pins. A kernel for whole steps knows only of first positions.
-        lead: how many first positions it pins, if it pins nothing else; otherwise 0.
+        lead: how many first positions stay while it generates, if pins and `keep_prompt` protect no others; otherwise
+            0.
     """
 
     policy: Policy
@@ -210,6 +212,7 @@ class KVManager:
         policy: Policy | None = None,
         sequence: int = 0,
         pins: Spans = (),
+        prompt_tokens: int = 0,
         contents: Contents | None = None,
     ) -> None:
         """Empty a row for a new sequence, or continue one whose memory was taken before.
@@ -220,6 +223,7 @@ class KVManager:
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
             sequence: the sequence's identity for randomness; the slots of ``contents`` keep theirs.
             pins: spans of positions that may not be evicted, besides those of ``contents``.
+            prompt_tokens: length of the prompt, of which `keep_prompt` may keep a share.
             contents: the sequence's memory; ``None``: it begins empty.
 
         Raises:
@@ -230,6 +234,8 @@ class KVManager:
         held = contents.layers[0].pins if contents is not None and contents.layers else ()
         pins = spans((*held, *pins))
         lead = pins[0][1] if policy.evicts and len(pins) == 1 and pins[0][0] == 0 else 0
+        if keeps_share(policy):
+            lead = prompt_tokens if end(pins) <= prompt_tokens else 0
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts, lead)
         self._own[row] = self._new_own(policy)
         self._blocks.begin(row, policy, sequence)
@@ -242,6 +248,15 @@ class KVManager:
             self._blocks.put(row, contents.layers, policy)
             own.put(contents, self._blocks[0] if self._windows else None)
         self._blocks.pin(row, pins)
+
+    def drop(self, row: int, gone: Spans, *, policy: Policy, budget: int, sequence: int, pins: Spans) -> None:
+        """Evict the tokens at some positions from all layers and heads of a row. The other arguments are `begin`'s.
+
+        Raises:
+            UnsupportedOperationError: the model has layers with a state.
+        """
+        contents = self.take(row, None).without(gone)
+        self.begin(row, policy=policy, budget=budget, sequence=sequence, pins=pins, contents=contents)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Set a row's budget in all layers, from the next step on."""

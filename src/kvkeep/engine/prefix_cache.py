@@ -12,7 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as GenericSequence
 from itertools import islice
+from typing import cast
 
+from kvkeep import pins as spans
+from kvkeep.engine.drops import due
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
@@ -107,7 +110,7 @@ class PrefixCache:
             return
         key = next(islice(self._borders(sequence), sequence.fed // self._chunk - 1, None))
         if key not in self._found:
-            contents = rows.take(sequence.row)
+            contents = _taken(sequence, rows)
             self._found[key] = contents
             self.held_bytes += contents.nbytes
         self._found.move_to_end(key)
@@ -130,6 +133,13 @@ class PrefixCache:
             yield sequence.settings, weights, length, digest
 
 
+def _taken(sequence: Sequence, rows: KVManager) -> Contents:
+    """Return a copy of a row without pins of tokens that are still to be read: other prompts may differ there."""
+    contents = rows.take(cast(int, sequence.row))
+    pins = contents.layers[0].pins if contents.layers else ()
+    return contents.pinned(spans.within(pins, sequence.fed)) if spans.end(pins) > sequence.fed else contents
+
+
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
     """Yield a hash of the first chunk, a hash of the first two chunks, and so on."""
     digest = hashlib.blake2b(digest_size=16)
@@ -146,15 +156,18 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
     """Put a request into its row: with its swapped-out memory, the memory that it continues, a stored prefix, or
     nothing.
     """
-    sequence.start()
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
+    sequence.start()
+    if contents is not None and (gone := due(sequence.drops, contents.seen)):
+        contents = contents.without(gone)
     rows.begin(
         row,
         policy=sequence.policy,
         budget=sequence.budget,
         sequence=sequence.request.sequence,
         pins=sequence.pins,
+        prompt_tokens=len(sequence.to_read),
         contents=contents,
     )
     sequence.hosted = None

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
+from kvkeep.engine.drops import Drops, dropped, drops_of
 from kvkeep.engine.request import Request, conversation
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models import chat_templates, tokenization
+from kvkeep.models.chat_templates import control_tokens
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
-from kvkeep.models.tokenization import Opening, opened, opening_of
-from kvkeep.pins import Spans
+from kvkeep.models.message_tokens import message_starts
+from kvkeep.models.tokenization import Opening, opened, opening_of, unused_mark
+from kvkeep.pins import Span, Spans, spans
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot, SnapshotAbout
 
 _LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
+_MOST_NEW = 64
+"""Messages of a turn whose tokens are told apart: the template is filled in once for each, while others wait."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class ConversationHistory:
         pins: the spans that its memory holds pinned.
         budgets: the budget of its memory in each layer; a tuple where heads have their own.
         shortest: the fewest tokens to which its memory can be cut back; ``None``: not at all, or not known.
+        drops: tokens that have left its memory on request.
+        starts: the number of tokens before each message, -1 where the template does not tell; ``()``: not known at all.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))
@@ -44,6 +51,13 @@ class ConversationHistory:
     pins: Spans = ()
     budgets: tuple[int | tuple[int, ...], ...] = ()
     shortest: int | None = None
+    drops: Drops = ()
+    starts: tuple[int, ...] = ()
+
+    @property
+    def dropped(self) -> Spans:
+        """Return the positions of all tokens that have left the memory on request."""
+        return dropped(self.drops)
 
     def held_in(self, contents: Contents) -> ConversationHistory:
         """Return the same history, with the pins and budgets found in these contents."""
@@ -89,11 +103,44 @@ class ConversationHistory:
             opening = opening_of(note["opening"]) if note.get("opening") is not None else None
             shortest = note.get("shortest")
             shortest = None if shortest is None else whole_within("shortest", shortest, 0, len(ids))
+            drops = drops_of(note.get("drops", ()))
+            starts = tuple(whole_within("starts", start, -1, _LARGEST) for start in note.get("starts", ()))
+            if (drops and drops[-1].after > len(ids)) or len(starts) not in (0, len(messages)):
+                raise InputError("its drops or its messages do not fit its tokens.")
         except (InputError, TypeError, AttributeError) as error:
             raise SnapshotError(
                 "The snapshot's note is none that a session writes. Take the snapshot again."
             ) from error
-        return cls(ids, pending, messages, opening, shortest=shortest)
+        return cls(ids, pending, messages, opening, shortest=shortest, drops=drops, starts=starts)
+
+    def spans_of(self, places: Iterable[int]) -> Spans:
+        """Return the spans of the tokens of messages, with those by which the template begins and ends each.
+
+        Args:
+            places: indexes of messages; -1 is the last one.
+
+        Raises:
+            InputError: there is no such message, it is not known which tokens are its own, or it is the last answer,
+                which the model has not read to its end.
+        """
+        found, total = list[Span](), len(self.messages)
+        for place in places:
+            if isinstance(place, bool) or not isinstance(place, int) or not -total <= place < total:
+                raise InputError(f"There is no message {place!r:.40} to drop: the conversation has {total}.")
+            at = place % total
+            if at == total - 1:
+                raise InputError(
+                    f"Message {at} is the last answer, and its end is read with the next turn. Drop it after that "
+                    "turn, or take the turn back."
+                )
+            start, stop = self.starts[at : at + 2] if self.starts else (-1, -1)
+            if min(start, stop) < 0:
+                raise InputError(
+                    f"It is not known which tokens are those of message {at} alone: the chat template writes it "
+                    "together with others, or an earlier version has saved it. Give spans of tokens instead."
+                )
+            found.append((start, stop))
+        return spans(found)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -105,6 +152,8 @@ class ConversationHistory:
         """Return pending tokens, messages and opening as a mapping for a snapshot's note."""
         found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
         found |= {} if self.shortest is None else {"shortest": self.shortest}
+        found |= {"drops": [[drop.after, list(map(list, drop.spans))] for drop in self.drops]} if self.drops else {}
+        found |= {"starts": list(self.starts)} if self.starts else {}
         return found if self.opening is None else {**found, "opening": asdict(self.opening)}
 
 
@@ -130,6 +179,11 @@ class PromptEncoder:
     def turn_ends(self) -> frozenset[int]:
         """Return the tokens with which the chat template ends an answer."""
         return frozenset() if self._tokenizer is None else chat_templates.turn_ends(self._tokenizer)
+
+    @functools.cached_property
+    def turn_starts(self) -> frozenset[int]:
+        """Return the control tokens of the tokenizer that do not end a turn: those with which messages may begin."""
+        return frozenset() if self._tokenizer is None else frozenset(control_tokens(self._tokenizer)) - self.turn_ends
 
     def is_chat(self, request: Request) -> bool:
         """Tell whether a request's prompt is a conversation in the form of the chat template."""
@@ -184,10 +238,37 @@ class PromptEncoder:
         ids = tuple(
             tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()
         )
-        if past.messages and past.pending and past.pending[-1] in self._ends | self.turn_ends:
-            # the new ids begin with the end of the last answer, as the template writes it
-            before = before[:-1]
-        return before + ids
+        return before[: self._kept(past)] + ids
+
+    def _kept(self, past: ConversationHistory) -> int:
+        """Return how many tokens of a history stay when messages follow."""
+        n = len(past.ids) + len(past.pending)
+        # the new ids begin with the end of the last answer, as the template writes it
+        ended = past.messages and past.pending and past.pending[-1] in self._ends | self.turn_ends
+        return n - 1 if ended else n
+
+    def starts_of(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
+        """Return the number of tokens before each message that a request adds to a history, and before its answer.
+
+        -1 where the template does not tell; ``()`` if nothing is known, as of a turn of very many messages.
+        """
+        new, known = self.messages_of(request, past), len(past.starts) == len(past.messages)
+        if len(new) > _MOST_NEW or not new or not known or past.opening is not None or (past.ids and not past.messages):
+            return ()
+        checkpoint = self._checkpoint(request)
+        variables = {**request.chat_template_kwargs, "add_generation_prompt": request.add_generation_prompt}
+        try:
+            if past.messages:
+                mark = unused_mark((*past.messages, *new), "answer")
+                shown = (*past.messages[:-1], {**past.messages[-1], "content": mark}, *new)
+                base = self._kept(past)
+            else:
+                mark, shown, base = "", new, 0
+            places = range(len(past.messages), len(shown) + 1)
+            found = message_starts(checkpoint, shown, places, request.tools, variables, after=mark)
+        except InputError:  # the turn itself says what is wrong with its template
+            return ()
+        return tuple(base + found[place] if place in found else -1 for place in places)
 
     def messages_of(self, request: Request, past: ConversationHistory | None = None) -> tuple[Mapping[str, str], ...]:
         """Return the messages of a request; an empty tuple for token ids, or for a text without the chat template.

@@ -16,13 +16,16 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep.engine.drops import drops_of
 from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.pins import Span, spans
+from kvkeep.pins import Span, Spans, spans
+from kvkeep.policies._keep_prompt import checked_keep_prompt
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
+from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.types import MemoryUsage
 
@@ -325,6 +328,8 @@ class Request:
             identity get the same tokens.
         pins: spans of the prompt's positions that no policy may evict, such as ``((0, 120),)``; kept as
             `kvkeep.pins.spans` returns them.
+        keep_prompt: whether the prompt stays in the slots while the answer is generated: ``True``, ``False``, or the
+            share of the budget to which it is cut first; by default the engine's. See `BoundedCache`.
         guard: take the smallest of a quarter, half and all of the budget at which the prompt's cut loses at most this
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
         snapshot: the memory that the prompt continues. Policy, budget and adapter are then by default the snapshot's.
@@ -334,6 +339,10 @@ class Request:
             of an earlier one of the same owner, if it begins with its tokens; ``""``: from none.
         keep_as: the name of the session that keeps the memory at the end, for later requests of the owner.
         noted_messages: the messages that the prompt's token ids stand for, as that session notes them.
+        drops: tokens that leave the memory while the prompt is read, as pairs such as ``(90, [(20, 60)])``: once the
+            first 90 tokens have been read, every head evicts those at positions 20 to 59.
+        reposition: whether tokens behind those that are dropped move up, see `Session.drop`.
+        return_memory: say in the result which tokens the memory holds at the end.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -361,6 +370,7 @@ class Request:
     prompt_logprobs: int | None = None
     sequence: int = 0
     pins: Sequence[Span] = ()
+    keep_prompt: bool | int | float | None = None
     guard: float | None = None
     snapshot: Snapshot | None = None
     adapter: str | None = None
@@ -368,11 +378,16 @@ class Request:
     owner: str = ""
     keep_as: str | None = None
     noted_messages: Sequence[Mapping[str, Any]] = ()
+    drops: Sequence[tuple[int, Sequence[Span]]] = ()
+    reposition: bool | None = None
+    return_memory: bool = False
 
     def __post_init__(self) -> None:
         self._take_text()
         object.__setattr__(self, "pins", spans(self.pins))
+        object.__setattr__(self, "drops", drops_of(self.drops))
         object.__setattr__(self, "guard", checked_guard(self.guard))
+        object.__setattr__(self, "keep_prompt", checked_keep_prompt(self.keep_prompt))
         object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", stop_ids(self.stop_token_ids))
         object.__setattr__(self, "structured_outputs", structure_of(self.structured_outputs))
@@ -396,11 +411,13 @@ class Request:
         Raises:
             InputError: a value has another type.
         """
-        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens", "return_memory"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        if self.reposition is not None and not isinstance(self.reposition, bool):
+            raise InputError(f"reposition={self.reposition!r:.80} is neither True, False nor None.")
         if not isinstance(self.owner, str):
             raise InputError(f"owner={self.owner!r:.80} is no text.")
         kinds = (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter"))
@@ -474,6 +491,28 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """Which tokens a memory holds.
+
+    Attributes:
+        token_ids: all tokens that it has seen.
+        positions: of the tokens that each layer holds, ``(Hk, used)``; ``-1``: an empty slot.
+        pins: spans of positions that may not be evicted.
+    """
+
+    token_ids: Sequence[int] = ()
+    positions: tuple[Tensor, ...] = ()
+    pins: Spans = ()
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], contents: Contents) -> HeldTokens:
+        """Return the tokens that a memory holds, given those that its text has, which may be more than it has seen."""
+        layers = contents.layers
+        positions = tuple(layer.positions.cpu() for layer in layers)
+        return cls(token_ids[: contents.seen], positions, layers[0].pins if layers else ())
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished request.
@@ -501,6 +540,10 @@ class Result:
             beginning of prompts.
         prompt_logprobs: one entry per token of the prompt but the first, if asked for.
         end_token: whether the last token is one that ends a text, and no part of it.
+        dropped_tokens: tokens of the conversation that were dropped from its memory on request.
+        skipped_tokens: dropped tokens that the client has left out, so that they are no part of the prompt.
+        read_anew: why the request does not go on from a memory of which its client has left out messages.
+        memory: the tokens that its memory held at its end, if asked for; ``None``: the request ended without a row.
     """
 
     id: int
@@ -521,6 +564,10 @@ class Result:
     cached_tokens: int = 0
     prompt_logprobs: tuple[Logprob, ...] = ()
     end_token: bool = False
+    dropped_tokens: int = 0
+    skipped_tokens: int = 0
+    read_anew: str = ""
+    memory: HeldTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -599,6 +646,8 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
         InputError: ``asked`` is none of these, or names a policy, budget, sequence, snapshot or adapter.
     """
     request = request_of(asked, sampling)
+    if request.drops:
+        raise InputError("A session drops tokens with session.drop(...), and a turn names none. Leave `drops` out.")
     own = request.policy, request.budget, request.snapshot, request.adapter, request.sequence
     if own != (None, None, None, None, 0):
         raise InputError(

@@ -415,7 +415,7 @@ class Scheduler:
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
             if chosen and sequence.request.adapter != chosen[0].owner.request.adapter:
                 continue
-            stop = len(sequence.to_read) if self._chunk is None else sequence.fed + self._chunk
+            stop = sequence.readable if self._chunk is None else min(sequence.readable, sequence.fed + self._chunk)
             tokens = sequence.to_read[sequence.fed : stop]
             if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
                 most -= len(tokens)

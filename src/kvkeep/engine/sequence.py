@@ -14,12 +14,14 @@ from typing import cast
 from torch import Tensor
 
 from kvkeep.engine.detokenizer import StopText
+from kvkeep.engine.drops import Drops, dropped
 from kvkeep.engine.grammar import Constraint
 from kvkeep.engine.host_copies import Pinned
-from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
+from kvkeep.engine.request import Event, FinishReason, HeldTokens, Logprob, Request, Result
 from kvkeep.engine.sampling_params import RepetitionDetectionParams
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.pins import Spans
+from kvkeep.pins import Spans, count, spans
+from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Pending
@@ -29,7 +31,8 @@ _FREE = {
     *("prompt", "messages", "raw", "chat", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "snapshot", "owner", "keep_as", "noted_messages"),
+    *("policy", "budget", "keep_prompt", "sequence", "snapshot", "owner", "keep_as", "noted_messages", "reposition"),
+    "return_memory",
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -128,6 +131,7 @@ class Sequence:
         counted: the number of new tokens in ``counts``.
         memory_usage: bytes of its row at its end.
         lost: the attention that its evicted tokens carried.
+        memory: the tokens that its memory held at its end, if asked for.
         levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
         reads: whether it ends as soon as its prompt has been read.
         cached: tokens of the prompt that the model need not read, because their memory was there.
@@ -136,6 +140,9 @@ class Sequence:
         load: returns the memory that its row begins with; ``None`` for an empty row.
         held: tokens of the prompt for which the memory stands that it continues.
         held_pins: the spans that are pinned there.
+        drops: tokens that leave its memory, those of the memory that it continues included.
+        skipped: tokens of the prompt that its client has left out: they were dropped from the memory it continues.
+        read_anew: why it does not go on from the memory of an earlier chat of which messages were left out.
         hosted: its memory in main memory, while it has given up its row to others.
         resumed: the number of its new tokens when it last got a row.
         keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
@@ -166,6 +173,7 @@ class Sequence:
     counted: int = 0
     memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
     lost: LostMass = field(default_factory=LostMass)
+    memory: HeldTokens | None = None
     levels: tuple[int, ...] = ()
     reads: bool = False
     cached: int = 0
@@ -174,6 +182,9 @@ class Sequence:
     load: Callable[[], Contents | None] | None = None
     held: int = 0
     held_pins: Spans = ()
+    drops: Drops = ()
+    skipped: int = 0
+    read_anew: str = ""
     hosted: Hosted | None = None
     resumed: int = 0
     keep: Callable[[Sequence, Contents], Pending | None] | None = None
@@ -208,9 +219,27 @@ class Sequence:
         self.status = SequenceStatus.PREFILL
 
     @property
+    def readable(self) -> int:
+        """Return how many tokens may be read before some of them leave the memory."""
+        return next((drop.after for drop in self.drops if drop.after > self.fed), len(self.to_read))
+
+    @property
+    def gone(self) -> Spans:
+        """Return the positions of tokens that have left the memory with the last one that was read."""
+        return dropped(drop for drop in self.drops if drop.after == self.fed)
+
+    def recall(self, prompt: GenericSequence[int], drops: Drops) -> None:
+        """Continue the memory of a prompt that has messages which the client has left out of its own one."""
+        self.skipped += len(prompt) - len(self.prompt)
+        self.request, self.drops, self.borders = self.request.replaced(prompt=tuple(prompt)), drops, None
+
+    @property
     def pins(self) -> Spans:
-        """Return the spans of the prompt that may not be evicted."""
-        return cast(Spans, self.request.pins)
+        """Return the spans of the prompt that may not be evicted: those of the request, and all that is to be read if
+        prompts stay whole.
+        """
+        pins = cast(Spans, self.request.pins)
+        return spans((*pins, (self.held, len(self.prompt)))) if keeps_whole(self.policy) else pins
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
@@ -290,7 +319,8 @@ class Sequence:
         if self.status is SequenceStatus.FINISHED and self.tail:
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None
-        return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read, prompt_tokens=len(self.prompt))
+        length = len(self.prompt) - self.skipped
+        return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read, prompt_tokens=length)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Mark the sequence as finished, with a reason, and drop its memory outside of a row."""
@@ -320,8 +350,11 @@ class Sequence:
             token_ids=tuple(self.token_ids),
             text=self.tail.text if self.tail else "",
             finish_reason=self.finish_reason,
-            prompt_tokens=len(self.prompt),
-            cached_tokens=self.cached,
+            prompt_tokens=len(self.prompt) - self.skipped,
+            cached_tokens=self.cached - self.skipped,
+            dropped_tokens=count(dropped(self.drops)),
+            skipped_tokens=self.skipped,
+            read_anew=self.read_anew,
             logprobs=tuple(self.logprobs[:n]),  # one more is there if its token could not be added
             prompt_logprobs=tuple(self.prompt_logprobs),
             queued_s=started - at["added"],
@@ -332,6 +365,7 @@ class Sequence:
             memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
+            memory=self.memory,
             end_token=self._hides_end,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
         )

@@ -13,13 +13,15 @@ from typing import Any
 
 from kvkeep.engine.admission import Admission, Settled, made_of
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
+from kvkeep.engine.drops import check_drop, drops_of
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Asked, Event, Request, Result, check_name, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.pins import Span, Spans, spans
+from kvkeep.pins import Span, Spans, without
+from kvkeep.pins import spans as pin_spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.fingerprint import Fingerprint
@@ -88,6 +90,7 @@ class SessionMemory:
         note: Mapping[str, Any],
     ) -> None:
         self.state, self.messages, self.replaced = state, tuple[Mapping[str, str], ...](), 0.0
+        self._starts: tuple[int, ...] = ()  # of the messages of the turn that runs, and of its answer
         self._admission, self._store, self._settled = admission, store, settled
         self._sequence, self._name, self._note = sequence, name, note
         self._fingerprint: (
@@ -104,12 +107,16 @@ class SessionMemory:
         # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
-        settled = {"policy": policy, "budget": budget, "adapter": adapter}
-        request = asked.request.replaced(**settled, sequence=sequence, pins=spans(pins))
+        if asked.request.keep_prompt is not None:
+            raise InputError("`keep_prompt` belongs to the session: give it when the session is made.")
+        keeps = False if policy.keep_prompt is None else policy.keep_prompt  # not the engine's
+        settled = {"policy": policy, "budget": budget, "adapter": adapter, "keep_prompt": keeps}
+        request = asked.request.replaced(**settled, sequence=sequence, pins=pin_spans(pins))
         made = self._admission.check(request, asked.id, past)
         made.times, made.reads, made.left = asked.times, asked.reads, asked.left
         made.load, made.keep = self.load, self.keep
         self.messages = self._admission.words.messages_of(request, past)
+        self._starts = self._admission.words.starts_of(request, past)
         return made
 
     def load(self) -> Contents | None:
@@ -146,7 +153,13 @@ class SessionMemory:
         ids = array("i", (*sequence.prompt, *sequence.token_ids))
         n, said = contents.seen, sequence.tail.text if sequence.tail else ""
         answered = (*self.state.past.messages, *self.messages, {"role": "assistant", "content": said})
-        past = ConversationHistory(ids[:n], tuple(ids[n:]), answered if self.messages else ()).held_in(contents)
+        past = ConversationHistory(
+            ids[:n],
+            tuple(ids[n:]),
+            answered if self.messages else (),
+            drops=sequence.drops,
+            starts=(*self.state.past.starts, *self._starts) if self._starts else (),
+        ).held_in(contents)
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 
     def go_on(self, past: ConversationHistory, snapshot: Snapshot, *, written: bool = False) -> Pending | None:
@@ -366,7 +379,7 @@ class Session:
     @property
     def pins(self) -> Spans:
         """Return the spans of positions that no head may evict, after the last finished turn."""
-        return spans((*self._state.past.pins, *self._state.pins))
+        return pin_spans((*self._state.past.pins, *self._state.pins))
 
     def pin(self, pins: GenericSequence[Span]) -> None:
         """Set which tokens no head may evict from now on.
@@ -381,12 +394,56 @@ class Session:
             BudgetError: the budget does not hold the pins beside the tokens that the policy protects.
             SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
         """
-        found = spans(pins)
+        found = pin_spans(pins)
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             snapshot = self.snapshot().pinned(found)
             self._host.admission.check_pins(self.policy, self.budget, found)
             self.rewind(snapshot)
+
+    def drop(
+        self,
+        messages: GenericSequence[int] = (),
+        spans: GenericSequence[Span] = (),
+        *,
+        reposition: bool | None = None,
+    ) -> Spans:
+        """Let tokens leave the memory: every head evicts them now, and nothing is read again.
+
+        The tokens that stay have been read in the presence of those that go. An earlier snapshot still has them.
+
+        Args:
+            messages: indexes of messages, -1 for the last; with each go the tokens by which the template begins and
+                ends it.
+            spans: positions, such as ``((20, 60),)``.
+            reposition: whether the tokens behind move up. They do under slot positions, and stay where they are under
+                true ones, so the other value is refused; ``None``: whatever the engine's positions do.
+
+        Returns:
+            The positions that have left the memory with this call.
+
+        Raises:
+            InputError: the session or the engine is closed, a turn is running, there is no such message, or tokens are
+                pinned, not read yet, or all that there are.
+            UnsupportedOperationError: the model has layers with a state.
+            SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
+        """
+        asked = pin_spans(spans)
+        with Uninterrupted(), self._host.dispatcher.turn:
+            self._check_open()
+            if self._running is not None:
+                raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
+            self._host.admission.check_drops(reposition)
+            snapshot, past = self.snapshot(), self._state.past
+            gone = without(pin_spans((*asked, *past.spans_of(messages))), past.dropped)
+            if not gone:
+                return ()
+            check_drop(gone, read=len(past.ids), drops=past.drops, pins=self.pins)
+            after = replace(past, drops=drops_of((*past.drops, (len(past.ids), gone))), shortest=None)
+            left = replace(snapshot, contents=snapshot.contents.without(gone))
+            if (pending := self._memory.go_on(after, left)) is not None:
+                pending.finish()
+            return gone
 
     def save(self) -> None:
         """Write the memory of a named session to the engine's ``session_dir``; do nothing without a name or a folder.
@@ -626,7 +683,7 @@ class Sessions:
         """Return the bytes of all memories in main memory, and the bytes of the folder's files."""
         return self._store.held_bytes, self._store.folder.nbytes if self._store.folder else 0
 
-    def open(
+    def open(  # noqa: PLR0913  the choices of a user
         self,
         host: SessionHost,
         name: str | None,
@@ -637,6 +694,7 @@ class Sessions:
         snapshot: Snapshot | None,
         pins: GenericSequence[Span] = (),
         adapter: str | None = None,
+        keep_prompt: bool | float | None = None,
     ) -> Session:
         """Return the open session of a name, the saved one, or a new one, see `Engine.session`.
 
@@ -658,12 +716,12 @@ class Sessions:
             if pins and (found or kept):
                 raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
             if found is not None:
-                return _agreed(found, host, policy, budget, adapter)
+                return _agreed(found, host, policy, budget, adapter, keep_prompt)
         if kept is not None:
             snapshot = self._store.load(kept)
             seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        settled = host.admission.settle(policy, budget, made_of(snapshot), adapter)
-        return self._made(host, name, settled, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
+        settled = host.admission.settle(policy, budget, made_of(snapshot), adapter, keep_prompt=keep_prompt)
+        return self._made(host, name, settled, seed=seed, snapshot=snapshot, kept=kept, pins=pin_spans(pins))
 
     def is_open(self, name: str) -> bool:
         """Return whether a session of this name is open."""
@@ -734,7 +792,12 @@ class Sessions:
 
 
 def _agreed(
-    session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None, adapter: str | None
+    session: Session,
+    host: SessionHost,
+    policy: str | Policy | None,
+    budget: int | None,
+    adapter: str | None,
+    keep_prompt: bool | float | None,
 ) -> Session:
     """Return an open session, after checking that the policy, budget and adapter asked for are its own.
 
@@ -742,8 +805,12 @@ def _agreed(
         InputError: the session has another policy, budget or adapter.
     """
     adapter = session.adapter if adapter is None else adapter
+    if keep_prompt is None and policy is None:
+        keep_prompt = False if session.policy.keep_prompt is None else session.policy.keep_prompt
     asked = host.admission.settle(
-        session.policy if policy is None else policy, budget or session.budget, adapter=adapter
+        *(session.policy if policy is None else policy, budget or session.budget),
+        adapter=adapter,
+        keep_prompt=keep_prompt,
     )
     if asked.adapter != session.adapter:
         raise InputError(

@@ -50,6 +50,9 @@ class Options:
             ``None``: all at once.
         window: tokens of a perplexity window; by default 1024, or the trained length if that is less.
         stride: tokens that perplexity feeds at once.
+        prompt_tokens: length of agreement's prompts; by default 512.
+        new_tokens: tokens that agreement compares behind each prompt; by default 64.
+        draw: whether the full cache draws these tokens, in place of the likeliest.
         data: folder with files of public data sets, or ``hub``; ``None`` if there is none.
         shots: solved examples before a question of choice.
         parts: parts of a task that has several, e.g. ``vt`` of ``ruler``; empty for all that can be run.
@@ -66,6 +69,9 @@ class Options:
     turns: int | None = None
     window: int | None = None
     stride: int = 16
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    draw: bool = False
     data: str | None = None
     shots: int = 5
     parts: tuple[str, ...] = ()
@@ -77,7 +83,8 @@ class Options:
             InputError: an option is out of range, or makes no sense with another.
         """
         low = {"limit": self.limit, "contexts": min(self.contexts, default=0), "facts": self.facts}
-        for name, value in {**low, "window": self.window, "stride": self.stride}.items():
+        lengths = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens}
+        for name, value in {**low, **lengths, "window": self.window, "stride": self.stride}.items():
             if value is not None and value < 1:
                 raise InputError(f"{name}={value} leaves nothing to measure; give 1 or more.")
         if self.window is not None and self.window < SHORTEST_WINDOW:

@@ -236,6 +236,10 @@ class Block:
         if self.store.capacity != before:
             self._pad(self.store.capacity - before)
 
+    def pin(self, rows: Sequence[spans.Spans]) -> None:
+        """Replace the pinned spans of all rows."""
+        self.pins = spans.table(rows, self.seen.device)
+
     def divide(self) -> None:
         """Divide the pool among its heads by their budgets. The slots lose their content."""
         assert isinstance(self.store, PooledStore)
@@ -404,6 +408,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
     rotation: Turning | None = None,
     turned: bool = True,
     heads: Heads = ALONE,
+    pins: Int[Tensor, "B bounds"] | None = None,
 ) -> View:
     """Return slots, alone or with a chunk behind them, as the view that a policy gets. The counters are the block's
     own tensors.
@@ -418,6 +423,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
         rotation: see `View`.
         turned: see `View`.
         heads: see `View`.
+        pins: see `View`; by default those of the block.
     """
     others: dict[str, Any] = {
         "seen": block.seen,
@@ -428,7 +434,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
         "layer": layer,
         "sequences": block.sequences,
         "earlier": earlier,
-        "pins": block.pins,
+        "pins": block.pins if pins is None else pins,
         "rotation": rotation,
         "turned": turned,
         "heads": heads,

@@ -15,6 +15,7 @@ from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import EXPONENTS
+from kvkeep.pins import Spans
 from kvkeep.types import EMPTY, MemoryUsage
 
 _OF_HEADS = ("store.starts", "store.sizes", f"store.{EXPONENTS}", "lost", "budget")
@@ -92,6 +93,11 @@ class PartBlock(Block):
     def renew(self) -> None:
         """Take the present tensors of ``whole``, which may have been replaced."""
         self._take(self.whole.of_layer(self.number))
+
+    def pin(self, rows: Sequence[Spans]) -> None:
+        """Replace the pinned spans of all rows, for this layer and those that take the tensors of ``whole`` later."""
+        super().pin(rows)
+        self.whole.pins = self.pins
 
     def divide(self) -> None:
         """Do nothing: the function `divide` gives the heads of all layers their ranges."""

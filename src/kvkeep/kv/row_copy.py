@@ -14,6 +14,7 @@ from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import OpenedPool, PooledStore
+from kvkeep.kv.ranking import pinned
 from kvkeep.types import EMPTY, bytes_of
 
 NUMBERS = ("budget", "pins")
@@ -66,21 +67,24 @@ class RowCopy:
         """Return the bytes of the copy."""
         return bytes_of((*self.tensors.values(), self.positions))
 
-    def shortest(self, window: int | None) -> int | None:
+    def shortest(self, window: int | None, dropped: spans.Spans = ()) -> int | None:
         """Return the fewest tokens to which `cut_back` can bring the row; ``None`` if some token was evicted.
 
         State that a policy keeps for a head as a whole depends on all tokens seen, so it allows no fewer.
 
         Args:
             window: sliding window of the layer. Tokens that it has passed do not count as evicted.
+            dropped: spans of positions that were dropped on request, which do not count as evicted either.
         """
         oldest = 0 if window is None else max(0, self.seen - window + 1)
+        kept = self.seen - spans.count(dropped)
+        passed = spans.count(spans.without(((0, oldest),), dropped))
         held = (self.positions >= oldest).sum(dim=1)
-        if bool((held < self.seen - oldest).any()):
+        if bool((held < kept - passed).any()):
             return None
         if any(name.startswith("state.") and name not in self.cut for name in self.tensors):
             return self.seen
-        whole = bool(((self.positions >= 0).sum(dim=1) == self.seen).all())
+        whole = bool(((self.positions >= 0).sum(dim=1) == kept).all())
         return 0 if whole or window is None else self.seen
 
     def cut_back(self, tokens: int) -> RowCopy:
@@ -102,6 +106,22 @@ class RowCopy:
         tensors["prompt"] = self.tensors["prompt"].clamp(max=tokens)
         pins = spans.within(self.pins, tokens)
         return replace(self, tensors=tensors, positions=ordered[:, :used], pins=pins, pack=None)
+
+    def without(self, dropped: spans.Spans) -> RowCopy:
+        """Return the row as it is once the tokens at some positions are evicted from every head.
+
+        The tokens that stay keep their positions and their order, and move up into the first slots of their head.
+        """
+        gone = pinned(self.positions[None], spans.table([dropped], self.positions.device))[0]
+        stays = (self.positions >= 0) & ~gone
+        if bool((stays == (self.positions >= 0)).all()):
+            return self
+        order = (~stays).int().argsort(dim=1, stable=True)[:, : int(stays.sum(dim=1).max())]
+        positions = self.positions.masked_fill(~stays, EMPTY).gather(1, order)
+        tensors = {name: x[_heads_of(order), order] if name in self.cut else x for name, x in self.tensors.items()}
+        if "store.positions" in tensors:
+            tensors["store.positions"] = positions.clone()
+        return replace(self, tensors=tensors, positions=positions, pack=None)
 
     def to(self, device: torch.device | str) -> RowCopy:
         """Return the same row on a device, without its pack. Tensors that are on the device already are not copied."""

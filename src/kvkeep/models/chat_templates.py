@@ -17,27 +17,22 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from kvkeep.errors import InputError
-from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.files import explained
 from kvkeep.models.sandbox import SandboxProcess
 from kvkeep.models.special_tokens import special_tokens_of
-from kvkeep.pins import Span, Spans, spans
 
 TIMEOUT_S = 10.0
 MEMORY_BYTES = 2**30
 _TAKEN = {"messages", "conversations", "tools", "chat_template", "return_assistant_tokens_mask"}
 """Names that no variable may have: they are the conversation, or arguments of transformers."""
 _REMEDY = "Use `raw=True` (over HTTP: /v1/completions) to leave it out and write the whole prompt."
-_SYSTEM = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 _MARK = "kvkeepmessage"
-_PIN_MARK = "kvkeepsystemmessage"
 _log = logging.getLogger(__name__)
 
 
@@ -112,12 +107,12 @@ class ChatTemplate:
             except InputError as error:
                 refused = refused or error
                 continue
-            if all(self._shows(text, given, i, variables) for i, m in enumerate(given) if m["role"] in _SYSTEM):
+            if all(self._shows(text, given, i, variables) for i, m in enumerate(given) if m["role"] in SYSTEM_ROLES):
                 break
         else:
             raise refused or InputError(f"The tokenizer's chat template leaves out system messages. {_REMEDY}")
         if given is not messages:
-            _note(self.asked, any(message["role"] in _SYSTEM for message in messages))
+            _note(self.asked, any(message["role"] in SYSTEM_ROLES for message in messages))
         last = max((place for place, message in enumerate(given) if message["role"] == "user"), default=None)
         if last is not None and not self._shows(text, given, last, variables):
             raise InputError(f"The tokenizer's chat template leaves out the user's last message. {_REMEDY}")
@@ -155,7 +150,7 @@ def _variants(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mappin
     System messages are folded, then neighbours of one role joined, then arguments of calls made objects.
     """
     folded: list[Sequence[Mapping[str, Any]]] = [messages]
-    if any(message["role"] in _SYSTEM for message in messages):
+    if any(message["role"] in SYSTEM_ROLES for message in messages):
         folded += [_folded(messages, keep_first=True), _folded(messages)]
     yield from folded
     joined = [_joined(given) for given in folded]
@@ -210,12 +205,13 @@ def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) 
         messages: the conversation.
         keep_first: whether the first ones become one system message, for templates that take one.
     """
-    start = next((i for i, m in enumerate(messages) if m["role"] not in _SYSTEM), len(messages)) if keep_first else 0
+    told = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM_ROLES), len(messages))
+    start = told if keep_first else 0
     first = "\n\n".join(message["content"] for message in messages[:start])
     found: list[dict[str, Any]] = [{"role": "system", "content": first}] if start else []
     joins = False  # whether the last message is, or ends with, a system message
     for message in messages[start:]:
-        is_system = message["role"] in _SYSTEM
+        is_system = message["role"] in SYSTEM_ROLES
         made = {**message, "role": "user"} if is_system else dict(message)
         last_is_user = len(found) > 0 and found[-1]["role"] == "user"
         if made["role"] == "user" and last_is_user and (is_system or joins):
@@ -370,119 +366,3 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
             first = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1]
             return frozenset(first) & control_tokens(tokenizer)
     return frozenset()
-
-
-# The tokens of single messages within a conversation, found through the chat template and the tokenizer's offsets.
-
-
-def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Spans:
-    """Return the positions of the tokens that hold the text of system messages, as spans.
-
-    Args:
-        checkpoint: the model and its tokenizer.
-        prompt: a conversation; a text or token ids have no system message.
-
-    Raises:
-        InputError: see `message_spans`.
-    """
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return ()
-    messages = cast(Sequence[Mapping[str, str]], prompt)
-    return message_spans(checkpoint, messages, system_places(messages))
-
-
-def system_places(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the indexes of the system messages of a conversation."""
-    return [i for i, message in enumerate(messages) if message["role"] in _SYSTEM]
-
-
-def message_spans(
-    checkpoint: Checkpoint,
-    messages: Sequence[Mapping[str, Any]],
-    places: Collection[int],
-    tools: Sequence[Mapping[str, Any]] = (),
-    variables: Mapping[str, Any] | None = None,
-) -> Spans:
-    """Return the spans of a conversation's tokens that hold the text of some of its messages.
-
-    The template is filled in once more with a mark in the place of each such message; the text before and after the
-    mark shows where the message stands.
-
-    Args:
-        checkpoint: the model and its tokenizer.
-        messages: the conversation.
-        places: the indexes of the messages.
-        tools: functions of which the template tells the model.
-        variables: more variables of the template.
-
-    Raises:
-        InputError: the template fails, or does not show a message in one piece; or the tokenizer does not tell where
-            its tokens stand.
-    """
-    if not places:
-        return ()
-    show = partial(fill, checkpoint.tokenizer, tools=tools, variables=variables)
-    text = show(messages)
-    offsets = _offsets(checkpoint, text)
-    return spans([_tokens(offsets, _place(checkpoint, show, text, messages, i)) for i in places])
-
-
-def _place(
-    checkpoint: Checkpoint,
-    show: Callable[[Sequence[Mapping[str, Any]]], str],
-    text: str,
-    messages: Sequence[Mapping[str, Any]],
-    place: int,
-) -> Span:
-    """Return the first and the last character of one message in a conversation's text.
-
-    Args:
-        checkpoint: the model and its tokenizer.
-        show: fills the template in.
-        text: what it makes of the conversation.
-        messages: the conversation.
-        place: the index of the message.
-
-    Raises:
-        InputError: the template does not show the message in one piece.
-    """
-    mark = _PIN_MARK
-    while any(mark in message["content"] for message in messages):  # the place of the mark must be the message's
-        mark += "x"
-    marked = [{**message, "content": mark} if i == place else dict(message) for i, message in enumerate(messages)]
-    before, found, after = show(marked).partition(mark)
-    stop = len(text) - len(after)
-    # a template may repeat the message, change it, or let it change what stands around it
-    whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
-    special = special_tokens_of(checkpoint.tokenizer)
-    role, content = messages[place]["role"], messages[place]["content"]
-    told = content if role == "assistant" else special.quote(content)
-    if not whole or text[len(before) : stop].strip() != told.strip():
-        raise InputError(
-            f"The chat template of {checkpoint.name} does not show the {role} message in one piece, so its tokens "
-            "cannot be pinned."
-        )
-    read = special.renamed if special.is_quoted(text) else str
-    return len(read(before)), len(read(text)) - len(read(after))
-
-
-def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
-    """Return the characters of each token of a text, as spans.
-
-    Raises:
-        InputError: the tokenizer does not know the characters.
-    """
-    with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
-        found = special_tokens_of(checkpoint.tokenizer).offsets(checkpoint.tokenizer, text)
-    if not found:
-        raise InputError(
-            f"The tokenizer of {checkpoint.name} does not tell which characters its tokens hold, so a message's "
-            "tokens cannot be pinned. It needs a tokenizer.json."
-        )
-    return [(int(start), int(stop)) for start, stop in found]
-
-
-def _tokens(offsets: Sequence[Span], place: Span) -> Span:
-    """Return the span of the tokens that overlap a span of characters; ``(0, 0)`` if none does."""
-    inside = [i for i, (start, stop) in enumerate(offsets) if start < place[1] and stop > place[0]]
-    return (inside[0], inside[-1] + 1) if inside else (0, 0)

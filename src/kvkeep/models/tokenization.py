@@ -106,7 +106,7 @@ def _unfinished(
         InputError: the template fails, or does not show the last message.
     """
     *before, last = messages
-    mark = _unused_mark(messages, "end")
+    mark = unused_mark(messages, "end")
     marked = f"{last['content']}{mark} "  # a template that strips messages strips the space, too
     found, _, rest = fill(
         checkpoint.tokenizer, [*before, {**last, "content": marked}], tools, variables=variables
@@ -120,7 +120,7 @@ def _unfinished(
     return found if rest.startswith(" ") else found.rstrip()
 
 
-def _unused_mark(messages: Sequence[Mapping[str, Any]], name: str) -> str:
+def unused_mark(messages: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return a word that no message contains."""
     texts = [message["content"] for message in messages]
     return next(mark for n in itertools.count() if not any((mark := f"kvkeep{n}{name}") in text for text in texts))
@@ -153,7 +153,7 @@ def encode_next(
         return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
     for message in new:
         _check_text(message["content"])
-    mark = _unused_mark((*before, *new), "answer")
+    mark = unused_mark((*before, *new), "answer")
     # the last answer is in the memory as the tokens that were drawn, so the template says only what follows it
     shown = [*before[:-1], {**before[-1], "content": mark}, *new]
     text = fill(checkpoint.tokenizer, shown, tools, variables=chat_template_kwargs)

@@ -216,6 +216,8 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "keep_ratio": (),
     "pin_system": (False,),
     "pin_messages": ([],),
+    "drop_message": ({}, []),
+    "reposition": (False, []),
 }
 """Fields of this and other servers that change an answer and are not built → the values that change nothing."""
 _RENAMED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -247,7 +249,8 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 """Fields of one route → the values that change nothing on another one."""
 OWN = (
     *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
-    *("keep_ratio", "session_id", "cache_salt", "pin_system", "pin_messages", "structured_outputs", *_KINDS_OF_FORM),
+    *("keep_ratio", "session_id", "cache_salt", "pin_system", "pin_messages", "return_memory", "structured_outputs"),
+    *("drop_message", "reposition", *_KINDS_OF_FORM),
     *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 )
@@ -333,6 +336,7 @@ _SAME = (
     "policy",
     "budget",
     "guard",
+    "keep_prompt",
 )
 _OPTIONS = {
     **{name: name for name in (*_SAME, "include_stop_str_in_output", "skip_special_tokens")},

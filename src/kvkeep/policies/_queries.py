@@ -20,7 +20,7 @@ from kvkeep.types import Queries, Report, State, Turning, View
 
 # The mean query of a head in pairs of dims that are rotated together, from a prompt or from a file.
 
-_REMEDY = "Pass a calibration that the official code of TriAttention has written."
+_REMEDY = "Pass a file that kvkeep calibrate has written for triattention, or the official code of TriAttention."
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,9 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
 class MeanQueries(Rounds):
     """Adds up the queries of prompts before their rotation, and the lengths of their rotated pairs."""
 
-    calibration: str | None = option(None, "file with the mean queries of this model, made by the official code")
+    calibration: str | None = option(
+        None, "file with the mean queries of this model, which `kvkeep calibrate` or the official code has written"
+    )
 
     summaries: ClassVar[Mapping[str, str]] = {"query": "D", "length": "D", "count": ""}
     asks: ClassVar[bool] = True

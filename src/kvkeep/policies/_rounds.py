@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -16,25 +16,44 @@ from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.types import Budget, Phase, Report, State, View
 
 
+@runtime_checkable
+class Buffered(Protocol):
+    """A policy with a buffer."""
+
+    @property
+    def buffer(self) -> int:
+        """Return how many tokens go at once."""
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """Return how many first and newest tokens are never evicted."""
+
+
+def left(policy: Buffered, view: View) -> Int[Tensor, "#B #Hk"]:
+    """Return how many tokens a burst leaves: the budget less the buffer, but no fewer than the policy protects."""
+    sinks, recent = policy.protected(view.budget)
+    budget, gone, shielded = (
+        number if isinstance(number, Tensor) else view.seen.new_full((1, 1), number)  # filled where it lies
+        for number in (view.budget, between(1, view.budget // 2, policy.buffer), sinks + recent)
+    )
+    return (budget - gone).maximum(shielded).clamp(min=1)
+
+
+def stays(policy: Buffered, view: View, state: State) -> Int[Tensor, "B Hk"]:
+    """Return how many tokens stay: all while they fit into the budget; otherwise what a burst leaves."""
+    held = (view.positions >= 0).sum(dim=-1)
+    return torch.where(held > view.budget, left(policy, view), view.budget)
+
+
+ROUNDS = Bursts(stays, waits=True)
+"""Whenever a head is over budget, as many tokens go as the policy's ``buffer`` says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Policy):
     """Whenever a head is over budget, as many tokens go as `buffer` says."""
 
     buffer: int = option(128, "tokens that go at once; at most half of the budget", within=(1, math.inf))
-
-    def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Return how many tokens stay: all while they fit into the budget; otherwise the budget less the buffer, but
-        no fewer than are protected.
-        """
-        sinks, recent = self.protected(view.budget)
-        held = (view.positions >= 0).sum(dim=-1)
-        budget, gone, shielded = (
-            number if isinstance(number, Tensor) else held.new_full((), number)  # filled where it lies
-            for number in (view.budget, between(1, view.budget // 2, self.buffer), sinks + recent)
-        )
-        return torch.where(held > budget, (budget - gone).maximum(shielded).clamp(min=1), budget)
-
-    bursts: ClassVar[Bursts | None] = Bursts(stays, waits=True)
+    bursts: ClassVar[Bursts | None] = ROUNDS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvkeep.attention_stats import Nothing, Statistic
 from kvkeep.budget import table
 from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.parameters import KEEP_PROMPT
 from kvkeep.pins import Spans, count
 from kvkeep.types import Budget, Phase, Report, State, Top, View
 
@@ -127,7 +128,8 @@ class MassSums:
     """The rule of a policy that adds up attention mass, simple enough for the kernel that attends to apply it.
 
     For a generated token, `observe` must return ``decay * state + mass`` for each state, where the decay is that of the
-    statistic, and `score` one of these sums or the position. Every state must start at 0, and `wants` must not depend
+    statistic, or the state itself if the statistic is `kvkeep.attention_stats.Nothing`; and `score` must return one of
+    these sums or the position. Every state must start at 0, and `wants` must not depend
     on the view's slots. A kernel then does the work of `observe` and `score`, and neither is called.
 
     Attributes:
@@ -135,11 +137,14 @@ class MassSums:
         only: values of options under which this holds.
         steady: values of options under which `wants` looks at the view's prompt, budget and number of rows alone, so
             that all tokens that are generated after a prompt ask for the same; ``None``: it may look at more.
+        slides: whether the tokens chosen at the end of a prompt have the largest finite score: those before the newest
+            ones that `protected` names, counted from the prompt's end (`kvkeep.policies._prefill.slide`).
     """
 
     score: str | None = None
     only: Mapping[str, object] = field(default_factory=dict)
     steady: Mapping[str, object] | None = None
+    slides: bool = False
 
 
 @dataclass(frozen=True)
@@ -242,6 +247,28 @@ def option(default: _T, text: str, *, within: tuple[int | float, int | float] = 
     return value
 
 
+def share_kept(value: bool | int | float | None) -> float | None:
+    """Return the share of a budget that a prompt may keep: 1.0 for ``True``, ``None`` for ``False`` and ``None``.
+
+    Raises:
+        PolicyError: the number is not above 0 and at most 1.
+    """
+    if value is None or isinstance(value, bool):
+        return 1.0 if value else None
+    if not 0 < value <= 1:  # NaN as well
+        raise PolicyError(
+            f"keep_prompt={value} is no share of the budget. Use true (the whole prompt stays), or a number above 0 "
+            "and below 1, such as 0.5 (the prompt is cut to half of the budget first)."
+        )
+    return float(value)
+
+
+def own_options(cls: type[Policy]) -> list[dataclasses.Field[Any]]:
+    """Return the options that a policy's class declares, without those that every policy carries for the cache."""
+    carried = {field.name for field in dataclasses.fields(Policy)}
+    return [field for field in dataclasses.fields(cls) if field.name not in carried]
+
+
 @functools.cache
 def kinds_of(cls: type[Any]) -> Mapping[str, Any]:
     """Return the types of a policy's options by name. Resolving annotations takes a millisecond, so they are kept."""
@@ -263,6 +290,10 @@ class Policy(Abilities, abc.ABC):
         presets: names for several options: name → options as a user writes them.
         bibtex: the paper, for ``kvkeep policies show``.
 
+    Attributes:
+        keep_prompt: the share of the budget up to which a prompt stays while its answer is generated: 1 for all of it,
+            ``None`` for none. The cache sees to it, and no policy has to know.
+
     `Abilities` lists further class attributes, which few policies need.
     """
 
@@ -272,6 +303,11 @@ class Policy(Abilities, abc.ABC):
     presets: ClassVar[Mapping[str, str]] = {}
     bibtex: ClassVar[str] = ""
 
+    keep_prompt: float | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"help": KEEP_PROMPT.help, "within": (0, 1)}
+    )
+    """An option of the cache, which a policy only carries; see `kvkeep.policies._keep_prompt`."""
+
     def __post_init__(self) -> None:
         kinds = kinds_of(type(self))
         for entry in dataclasses.fields(self):
@@ -279,6 +315,8 @@ class Policy(Abilities, abc.ABC):
             if not _is_a(value, kind):
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value!r} is not {kind_name(kind)}.")
             low, high = entry.metadata.get("within", (0, math.inf))
+            if entry.name == "keep_prompt":
+                share_kept(value)
             if isinstance(value, int | float) and not low <= value <= high:
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} is out of range; {wanted}.")
@@ -352,6 +390,12 @@ class Policy(Abilities, abc.ABC):
         """Return the smallest budget that a layer can work with."""
         room = self.grows.room if self.grows else 0
         return max(1, sum(map(int, self.protected(0))) + room)
+
+    def needed(self, budget: int, pins: Spans) -> int:
+        """Return how many slots a head needs under a budget: for the pinned tokens, for those that the policy protects
+        beside them, and for a new one.
+        """
+        return max(self._needed(budget, pins), count(pins) + 1)
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic that attention must report in this step, by default the class's `statistic`."""

@@ -19,10 +19,11 @@ import types
 import typing
 from collections.abc import Iterable
 from importlib.metadata import entry_points
+from typing import Any
 
 from kvkeep.errors import PolicyError, closest, one_line
 from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names
-from kvkeep.policies.base import Policy, kinds_of
+from kvkeep.policies.base import Policy, kinds_of, own_options
 
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
 _REFERRED: dict[type[Policy], str] = {}
@@ -161,7 +162,7 @@ def _import(module: str) -> types.ModuleType:
             sys.path[:] = before
 
 
-def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
+def _options(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
     """Parse the text behind a policy's name into option values. Options that follow a preset override it.
 
     Raises:
@@ -173,7 +174,7 @@ def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
     return _given(name, cls, tail)
 
 
-def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
+def _given(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
     """Parse options of the form ``name=value,name=value``.
 
     Raises:
@@ -189,7 +190,8 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
                 raise PolicyError(f"Preset {key!r} of policy {name!r} comes first, without a value: {name}:{key},...")
             presets = [] if equals else list(cls.presets)
             kind = "option or preset" if presets else "option"
-            raise PolicyError(f"Policy {name!r} has no {kind} {key!r}.{_did_you_mean(key, [*presets, *known])}")
+            shown = [*presets, *(option.name for option in own_options(cls))]
+            raise PolicyError(f"Policy {name!r} has no {kind} {key!r}.{_did_you_mean(key, shown)}")
         if not equals or not value:
             raise PolicyError(f"Option {key!r} of policy {name!r} has no value; write {name}:{key}=VALUE.")
         if key in values:

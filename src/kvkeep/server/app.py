@@ -30,6 +30,7 @@ from kvkeep.server.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DropBody,
     ForkBody,
     PinBody,
     ResponseBody,
@@ -127,6 +128,7 @@ def _add_sessions(app: FastAPI, routes: SessionRoutes) -> None:
     _add(app, "POST", f"{path}/fork", routes.fork, ForkBody)
     _add(app, "POST", f"{path}/rewind", routes.rewind, RewindBody)
     _add(app, "POST", f"{path}/pin", routes.pin, PinBody)
+    _add(app, "POST", f"{path}/drop", routes.drop, DropBody)
     _add(app, "POST", f"{path}/save", routes.save)
     _add(app, "POST", f"{path}/restore", routes.restore)
     _add(app, "DELETE", path, routes.remove)

@@ -30,6 +30,9 @@ from kvkeep.server.session_registry import SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, owner_of, reply, unless_gone, usage_of
 
+READ_ANEW = "x-kvkeep-read-anew"
+"""The header that says why a conversation of which messages were left out was read anew."""
+
 # Events of the engine as the chunks of a streamed chat or completion.
 
 
@@ -150,7 +153,7 @@ class _UsageSoFar:
 
 
 async def answer_chunks(
-    parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], options: StreamOptions
+    parsed: ParsedRequest, run: Run, *, model: str, served: ServedModel, prompts: list[str], options: StreamOptions
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """Run the requests of an answer and yield its chunks, after an empty one (for `begun`) once the first request has
     a row.
@@ -159,7 +162,7 @@ async def answer_chunks(
         parsed: the request that is answered.
         run: the events of its requests to the engine.
         model: the model's name.
-        texts: decodes tokens.
+        served: decodes tokens.
         prompts: texts that are echoed, one for each request; empty: no echo.
         options: say whether the last chunk, or each chunk, has the numbers of tokens.
 
@@ -168,7 +171,7 @@ async def answer_chunks(
     """
     head = AnswerHead(parsed, model)
     usage = _UsageSoFar(parsed) if options.continuous_usage_stats else None
-    wanted = texts if parsed.wants_logprobs else None
+    wanted = served.token_texts if parsed.wants_logprobs else None
     choices = [_Choice(parsed, head.name, index, wanted) for index in range(len(parsed.requests))]
     results: dict[int, Result] = {}
 
@@ -193,8 +196,21 @@ async def answer_chunks(
                     yield head.chunk([written], **more())
     finally:
         await run.aclose()
-    if options.include_usage:
-        yield head.chunk([], usage=usage_of([results[index] for index in sorted(results)], parsed.parameters.n))
+    ordered = [results[index] for index in sorted(results)]
+    last = {"usage": usage_of(ordered, parsed.parameters.n)} if options.include_usage else {}
+    if last := {**await _memories(parsed, ordered, served), **last}:
+        yield head.chunk([], **last)
+
+
+async def _memories(parsed: ParsedRequest, results: Sequence[Result], served: ServedModel) -> dict[str, Any]:
+    """Return the field of an answer that says what each text's memory held at its end, if that is asked for.
+
+    A text that ended without a row has ``None``.
+    """
+    if not parsed.requests[0].return_memory:
+        return {}
+    held = [(result.memory, result.budget) for result in results]
+    return {"memory": await in_thread(lambda: [memory and served.shown(memory, budget) for memory, budget in held])}
 
 
 class GenerateRoutes:
@@ -261,21 +277,29 @@ class GenerateRoutes:
                 results = await unless_gone(request, self._queue.results(streams, meter_of(request)))
             if after is not None:
                 await after()
-            return reply(self._whole(parsed, results))
+            told = {**self._whole(parsed, results), **await _memories(parsed, results, self._served)}
+            return reply(told, headers=self._told(streams))
         if parsed.echo and parsed.wants_logprobs:
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
         chunks = answer_chunks(
             parsed,
             self._queue.run(streams, meter_of(request)),
             model=self._settings.model_name(parsed.adapter),
-            texts=self._served.token_texts,
+            served=self._served,
             prompts=self._echoes(parsed),
             options=body.stream_options or StreamOptions.model_validate({}),
         )
         with in_words_of(parsed.parameters.form):
             ready = await unless_gone(request, begun(chunks))  # what is refused now has a status of its own
         ready = ready if after is None else followed(ready, after)
-        return EventStream(request, ready, ping_s=self._settings.ping_s, write_s=self._settings.read_timeout_s)
+        settings, told = self._settings, self._told(streams)
+        return EventStream(request, ready, ping_s=settings.ping_s, write_s=settings.read_timeout_s, headers=told)
+
+    def _told(self, streams: Sequence[AsyncEvents]) -> dict[str, str]:
+        """Return a header with the reason why requests were read anew whose clients have left out messages."""
+        numbers = [stream.number for stream in streams if stream.number is not None]
+        why = next(filter(None, map(self._served.engine.read_anew, numbers)), "")
+        return {READ_ANEW: why} if why else {}
 
     def _whole(self, parsed: ParsedRequest, results: list[Result]) -> dict[str, Any]:
         """Return the JSON body of an answer that is not streamed."""

@@ -1,6 +1,7 @@
 """The routes that write no text: models, tokens, health and version, and the page at ``/``.
 
-The page is a chat in the browser that shows what a conversation's memory holds. Its files need no key.
+The page is a chat in the browser that shows what a conversation's memory holds. Its files need no key. Those in
+``assets/vendor`` are other projects' as they publish them, see ``NOTICE``.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def _plain(token: object) -> str | None:
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    # texts become markup through the sanitiser alone
+    "require-trusted-types-for 'script'; trusted-types dompurify",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",

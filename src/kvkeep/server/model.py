@@ -8,12 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import HeldTokens
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import fill, message_spans, reads, system_places
+from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.message_tokens import message_spans, message_starts, system_places
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans, from_start
@@ -108,7 +112,7 @@ class ServedModel:
             template: more arguments of `kvkeep.models.tokenization.encode_chat`.
 
         Raises:
-            InputError: see `kvkeep.models.chat_templates.message_spans`; or there is no such message.
+            InputError: see `kvkeep.models.message_tokens.message_spans`; or there is no such message.
         """
         messages = [] if isinstance(prompt, str) else [message for message in prompt if isinstance(message, dict)]
         chosen = system_places(messages) if places is None else sorted({_place(place, messages) for place in places})
@@ -122,6 +126,31 @@ class ServedModel:
             variables["add_generation_prompt"] = False
         found = message_spans(self.checkpoint, messages, chosen, tools, variables)
         return from_start(found) if chosen[0] == 0 else found
+
+    def message_starts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        places: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> dict[int, int]:
+        """Return how many of a conversation's tokens come before messages, where the chat template tells it.
+
+        Args:
+            messages: the conversation.
+            places: indexes of messages; ``len(messages)`` is the answer.
+            tools: functions of which the chat template tells the model.
+            template: more arguments of `kvkeep.models.tokenization.encode_chat`.
+
+        Raises:
+            InputError: see `kvkeep.models.message_tokens.message_starts`.
+        """
+        given = dict(template or {})
+        if self.checkpoint.tokenizer.chat_template is None or given.pop("add_special_tokens", False):
+            raise InputError("Messages are dropped by what the chat template alone writes, so they cannot be here.")
+        variables = {**given.pop("chat_template_kwargs", {}), **given}
+        return message_starts(self.checkpoint, messages, places, tools, variables)
 
     def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
         """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
@@ -173,6 +202,28 @@ class ServedModel:
     def token_texts(self) -> TokenTexts:
         """Return the decoder of single tokens."""
         return TokenTexts(self.checkpoint.tokenizer)
+
+    def shown(self, memory: HeldTokens, budget: int) -> dict[str, Any]:
+        """Return what a memory holds as the API shows it: positions, the share of KV heads that hold each, and texts.
+
+        It takes as long as decoding all held tokens, so call it in a thread.
+        """
+        ids, heads = memory.token_ids, sum(len(layer) for layer in memory.positions)
+        held = torch.cat([layer.flatten() for layer in memory.positions] or [torch.empty(0, dtype=torch.long)])
+        positions, counts = held[held >= 0].unique(return_counts=True)
+        texts = (
+            self.token_texts.after(ids[position - 1] if position else None, ids[position])
+            for position in positions.tolist()
+        )
+        return {
+            "seen_tokens": len(ids),
+            "budget": budget,
+            "heads": heads,
+            "positions": positions.tolist(),
+            "shares": [round(count / heads, 4) for count in counts.tolist()],
+            "texts": list(texts),
+            "pins": [list(span) for span in memory.pins],
+        }
 
 
 def _place(place: int, messages: Sequence[object]) -> int:

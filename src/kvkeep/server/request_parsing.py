@@ -22,6 +22,7 @@ from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_wor
 from kvkeep.parameters import SYSTEM_SHARE, TRUNCATE_PROMPT_TOKENS
 from kvkeep.pins import Spans, spans, within
 from kvkeep.policies.base import Policy
+from kvkeep.server.message_drops import message_drops
 from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, check_policy
 from kvkeep.server.settings import CONVERSATION, ServerSettings, full_name
 
@@ -61,6 +62,16 @@ class BodyEncoder(Protocol):
         template: Mapping[str, Any] | None = None,
     ) -> Spans:
         """Return the spans of a conversation's tokens that hold some of its messages; ``None``: the system's."""
+
+    def message_starts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        places: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> dict[int, int]:
+        """Return how many of a conversation's tokens come before messages."""
 
     def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
         """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
@@ -130,6 +141,7 @@ def parse_request(
         wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw, "adapter": adapter}
         wishes["pins"] = message_pins(parameters, body, served, settings, {"policy": body.policy, **wishes}, len(ids))
         wishes["cache_salt"] = digest(body.cache_salt) or None
+        wishes |= message_drops(parameters, body, served)
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
@@ -192,7 +204,7 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
     parameters, *_ = _read(CHAT, body, served, tells=not before)
     if parameters.n != 1:
         raise ParameterError("n", "is more than 1, and a session goes on with one answer; fork it for more")
-    for name in ("policy", "budget", "keep_ratio"):
+    for name in ("policy", "budget", "keep_ratio", "keep_prompt"):
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
     whole = [*(parameters.template.keys() - {"chat_template_kwargs"})]
@@ -206,6 +218,9 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
         wishes["pins"] = message_pins(parameters, body, served, settings, own)
     elif isinstance(body, ChatBody) and body.pin_messages:
         raise ParameterError("pin_messages", "counts the messages of a whole conversation; give it in the first turn")
+    if isinstance(body, ChatBody) and (body.drop_message or body.reposition):
+        given = "drop_message" if body.drop_message else "reposition"
+        raise ParameterError(given, "is for a whole conversation; a session drops with POST /v1/sessions/{id}/drop")
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
     return ParsedRequest(parameters, (make_request(parameters, sampling, wishes),), adapter=adapter)
@@ -255,8 +270,8 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard) as options of a request. The
-    policy is checked too.
+    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard, ``keep_prompt``,
+    ``return_memory``) as options of a request. The policy is checked too.
 
     Raises:
         KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
@@ -272,6 +287,10 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
         options["pins"] = spans([(start, stop) for start, stop in body.pins])
     if body.guard is not None:
         options["guard"] = float(body.guard)
+    if body.keep_prompt is not None:
+        options["keep_prompt"] = body.keep_prompt
+    if isinstance(body, ChatBody) and body.return_memory:
+        options["return_memory"] = True
     return options
 
 

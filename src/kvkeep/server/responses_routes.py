@@ -58,9 +58,13 @@ def parse_response_body(
     Raises:
         KVKeepError: a parameter cannot be honoured.
     """
-    if before is not None and (body.policy or body.budget or body.guard is not None):
-        raise ParameterError("previous_response_id", "brings its own policy, budget and guard; leave them out")
-    own = own_options(Generating.model_validate(body.model_dump(include={"policy", "pins", "guard"})), ())
+    given = body.guard, body.keep_prompt
+    if before is not None and (body.policy or body.budget or any(value is not None for value in given)):
+        raise ParameterError(
+            "previous_response_id", "brings its own policy, budget, guard and keep_prompt; leave them out"
+        )
+    cached = body.model_dump(include={"policy", "pins", "guard", "keep_prompt"})
+    own = own_options(Generating.model_validate(cached), ())
     told = whole_text("instructions", body.instructions or "")
     messages = [{"role": "system", "content": told}] if told else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
@@ -536,13 +540,14 @@ class ResponsesRoutes:
         parameters, turn = parse_response_body(body, self._served, self._settings, before=before)
         kept = {**kept_by(owner, body.user, parameters), "cache_salt": digest(body.cache_salt) or None}
         kept.pop("noted_messages", None)  # the turn itself knows them, with those before
+        kept["keep_prompt"] = None  # the session has it
         return parameters, turn.replaced(**kept)
 
     def _begin(self, body: ResponseBody, previous: Session | None, adapter: str | None) -> Session:
         """Open the session for an answer: a copy of the previous answer's session, or a new one."""
         engine = self._served.engine
         if previous is None:
-            return engine.session(policy=body.policy, budget=body.budget, adapter=adapter)
+            return engine.session(policy=body.policy, budget=body.budget, adapter=adapter, keep_prompt=body.keep_prompt)
         # no fork: its random numbers depend on how many forks there were, those of a copy on the seed alone
         own: dict[str, Any] = {"policy": previous.policy, "budget": previous.budget, "adapter": adapter}
         return engine.session(**own, snapshot=previous.snapshot())

@@ -119,7 +119,10 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
-_OWN_FIELDS = {"keep_ratio", "pins", "guard", "session_id", "cache_salt", "pin_system", "pin_messages"}
+_OWN_FIELDS = {
+    *("keep_ratio", "pins", "guard", "keep_prompt", "session_id", "cache_salt", "pin_system", "pin_messages"),
+    *("drop_message", "reposition", "return_memory"),
+}
 """Fields of kvkeep that the parameters of OpenAI's API go without."""
 
 
@@ -175,6 +178,7 @@ class Generating(Body):
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
     pins: list[Span] | None = Field(None, description=parameters.PINS.help)
     guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
+    keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
     def openai_fields(self) -> dict[str, Any]:
         """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
@@ -205,7 +209,16 @@ class ChatBody(Templated, Generating):
     pin_messages: list[int] | None = Field(
         None, description="Indexes of messages that are never evicted; -1: the last."
     )
+    drop_message: dict[str, list[int]] | list[int] | None = Field(
+        None,
+        description="AKV's: messages that leave the memory, by the index of the message after which they do; a list: "
+        "after the last one.",
+    )
+    reposition: bool | list[int] | None = Field(
+        None, description="AKV's: whether what follows dropped messages moves up, as it does under slot positions."
+    )
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
+    return_memory: bool | None = Field(None, description="Say which tokens the memory holds at the end.")
 
 
 class CompletionBody(Generating):
@@ -237,12 +250,13 @@ class DetokenizeBody(Body):
 class SessionBody(Body):
     """A new session."""
 
-    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins")
+    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins", "keep_prompt")
     model: str | None = Field(None, description="The model, perhaps with an adapter, that answers all of its turns.")
     id: str | None = Field(None, description="Its name: up to 64 letters, digits, - and _. By default a new one.")
     policy: str | None = None
     budget: int | None = None
     pins: list[Span] | None = Field(None, description="Spans of the first turn's positions that are never evicted.")
+    keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
 
 class ForkBody(Body):
@@ -259,6 +273,17 @@ class RewindBody(Body):
     turns: int = Field(1, ge=1, description="Turns that are taken back.")
 
 
+class DropBody(Body):
+    """The body of a request that drops tokens of a session."""
+
+    own: ClassVar[tuple[str, ...]] = ("messages", "spans", "reposition")
+    messages: list[int] | None = Field(None, description="Indexes of messages that leave the memory; -1: the last.")
+    spans: list[Span] | None = Field(None, description="Spans of positions that leave the memory.")
+    reposition: bool | None = Field(
+        None, description="Whether what follows moves up, as it does under slot positions; otherwise it is refused."
+    )
+
+
 class PinBody(Body):
     """The body of a request that pins tokens of a session."""
 
@@ -270,7 +295,7 @@ class PinBody(Body):
 class ResponseBody(Body):
     """The body of a response."""
 
-    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins")
+    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins", "keep_prompt")
     generates: ClassVar[bool] = True
     model: str | None = None
     input: str | list[Any]
@@ -298,6 +323,7 @@ class ResponseBody(Body):
     budget: int | None = None
     pins: list[Span] | None = None
     guard: float | None = None
+    keep_prompt: bool | float | None = None
 
 
 # Bodies of requests: bounded in size and time, strict JSON, and checked by their schema.

@@ -23,7 +23,7 @@ from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, Tu
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
-from kvkeep.server.schemas import SessionBody, check_policy
+from kvkeep.server.schemas import DropBody, SessionBody, check_policy
 from kvkeep.server.session_leases import Leases, LocalLeases, elsewhere
 from kvkeep.server.settings import full_name
 from kvkeep.snapshot.snapshot import Snapshot
@@ -259,7 +259,7 @@ class SessionRegistry:
 
     @_alone
     def make(self, owner: str, body: SessionBody, adapter: str | None = None) -> ServerSession:
-        """Open a new session with the name, policy, budget and pins of a body, and with an adapter.
+        """Open a new session with the name, policy, budget, pins and ``keep_prompt`` of a body, and with an adapter.
 
         Raises:
             RefusalError: the name is taken or cannot be used, or there are too many sessions.
@@ -269,6 +269,7 @@ class SessionRegistry:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
         settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins, "adapter": adapter}
+        settings["keep_prompt"] = body.keep_prompt
         entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
         entry.beginning, entry.states = settings, TurnStates(None)
         return entry
@@ -372,6 +373,26 @@ class SessionRegistry:
         if len(entry.states):  # the state after the last turn was noted without these pins
             entry.states.take_back(1)
         self.note(entry)
+        return entry
+
+    @_alone
+    def drop(self, owner: str, name: str, body: DropBody) -> ServerSession:
+        """Let tokens of a session leave its memory. The last state to go back to is replaced; earlier ones have them.
+
+        Raises:
+            RefusalError: there is no such session, it has no turn yet, or a turn is running.
+            KVKeepError: the engine refuses the drop.
+        """
+        entry = self.find(owner, name)
+        if not entry.session.token_ids:
+            raise RefusalError(400, f"The session {name} has no turn yet, so there is nothing to drop.")
+        if entry.session.running:
+            raise RefusalError(409, f"A turn of the session {name} is running. Drop its messages when it has ended.")
+        spans_given = [(start, stop) for start, stop in body.spans or ()]
+        if entry.session.drop(body.messages or (), spans_given, reposition=body.reposition):
+            if len(entry.states):  # the state after the last turn was noted with these tokens
+                entry.states.take_back(1)
+            self.note(entry)
         return entry
 
     @_alone

@@ -1,50 +1,30 @@
-"""The routes of sessions: make, look at, fork, rewind, save, restore, delete. Their turns are chats."""
+"""The routes of sessions: make, look at, fork, rewind, pin, drop, save, restore, delete. Their turns are chats."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request, Response
 
+from kvkeep.engine.request import HeldTokens
 from kvkeep.pins import spans
 from kvkeep.policies.registry import label
 from kvkeep.server.errors import parameter
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import in_thread
-from kvkeep.server.schemas import ForkBody, PinBody, RewindBody, SessionBody, body_of
+from kvkeep.server.schemas import DropBody, ForkBody, PinBody, RewindBody, SessionBody, body_of
 from kvkeep.server.session_registry import ServerSession, SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import owner_of, reply
 
-# What the memory of a session holds, as the API shows it: positions, their tokens, and how many heads hold each.
-
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """Return which positions a session's memory holds: for each, the share of KV heads that hold it, and its text."""
+    """Return which positions a session's memory holds, see `ServedModel.shown`."""
     session = entry.session
     ids = session.token_ids
-    layers = session.snapshot().contents.layers if ids else ()
-    counts: Counter[int] = Counter()
-    heads = 0
-    for layer in layers:
-        heads += len(layer.positions)
-        counts.update(layer.positions[layer.positions >= 0].flatten().tolist())
-    return {
-        "id": entry.id,
-        "object": "session.positions",
-        "seen_tokens": len(ids),
-        "budget": session.budget,
-        "heads": heads,
-        "positions": sorted(counts),
-        "shares": [round(counts[position] / heads, 4) for position in sorted(counts)],
-        "texts": [
-            served.token_texts.after(ids[position - 1] if position else None, ids[position])
-            for position in sorted(counts)
-        ],
-        "pins": [list(span) for span in layers[0].pins] if layers else [],
-    }
+    memory = HeldTokens.of(ids, session.snapshot().contents) if ids else HeldTokens()
+    return {"id": entry.id, "object": "session.positions", **served.shown(memory, session.budget)}
 
 
 class SessionRoutes:
@@ -96,6 +76,13 @@ class SessionRoutes:
         pins = spans([(start, stop) for start, stop in body.pins])
         return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
+    async def drop(self, request: Request) -> Response:
+        """Let tokens of a session leave its memory, and answer with its description."""
+        body = await body_of(request, DropBody, self._settings)
+        if not body.messages and not body.spans:
+            raise parameter("messages", "is missing: indexes of messages such as [3], or spans of positions in spans")
+        return reply(await self._changed(lambda: self._sessions.drop(owner_of(request), name(request), body)))
+
     async def save(self, request: Request) -> Response:
         """Write a session to the disk, and answer with its description."""
         return reply(await self._changed(lambda: self._sessions.save(owner_of(request), name(request))))
@@ -145,6 +132,7 @@ def card(entry: ServerSession, model: str) -> dict[str, Any]:
         "budget": session.budget,
         "messages": [dict(message) for message in session.messages],
         "seen_tokens": len(session.token_ids),
+        "dropped": [list(span) for span in session.history.dropped],
         "kv_bytes": session.nbytes,
         "turns_to_rewind": entry.turns_to_rewind,
     }

@@ -26,10 +26,21 @@ from kvkeep.server.errors import RefusalError, unknown
 EVERYBODY = "everybody"
 """The owner of everything on a server without keys."""
 
+_SCRIPTS = (
+    "page",
+    "api",
+    "conversations",
+    "elements",
+    "log",
+    "markdown",
+    "memory",
+    "vendor/marked.umd",
+    "vendor/purify.min",
+)
 PAGE_FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in _SCRIPTS},
 }
 """The files of the page at ``/``, which need no key: path → file and media type."""
 

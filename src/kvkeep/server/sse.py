@@ -120,6 +120,7 @@ class EventStream(Response):
         write_s: seconds in which the client must take a piece.
         done: whether a last event says that the answer is complete.
         named: whether each event has the name of its object's ``type``.
+        headers: more headers.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class EventStream(Response):
         write_s: float,
         done: bool = True,
         named: bool = False,
+        headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(status_code=200, headers=_HEADERS, media_type="text/event-stream")
+        super().__init__(status_code=200, headers={**_HEADERS, **(headers or {})}, media_type="text/event-stream")
         del self.headers["content-length"]  # 0 for the empty body; nobody knows the length of a stream
         self._request, self._chunks, self._ping_s, self._write_s = request, chunks, ping_s, write_s
         self._done, self._named = done, named
@@ -239,8 +241,9 @@ def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:
     """Return kvkeep's own numbers of an answer: tokens seen and kept, KV bytes, and mean lost attention."""
     return {
-        "kept_tokens": sum(min(result.budget, _seen(result)) for result in results),
+        "kept_tokens": sum(min(result.budget, _seen(result) - result.dropped_tokens) for result in results),
         "seen_tokens": sum(map(_seen, results)),
+        "dropped_tokens": sum(result.dropped_tokens for result in results),
         "kv_bytes": sum(result.memory_usage.allocated_bytes for result in results),
         "lost_mass": {
             "prompt": _mean([result.lost_mass.prompt for result in results]),
@@ -251,7 +254,7 @@ def kept_of(results: Sequence[Result]) -> dict[str, Any]:
 
 def _seen(result: Result) -> int:
     """Return the number of tokens that a request has read and written."""
-    return result.prompt_tokens + len(result.token_ids)
+    return result.prompt_tokens + result.skipped_tokens + len(result.token_ids)
 
 
 def _mean(shares: Sequence[float | None]) -> float | None:

@@ -147,6 +147,12 @@ def _assign(layer: object, place: Place, value: Any) -> None:
 
 # A sequence's memory over all layers.
 
+STATEFUL = (
+    "Layers of this model keep a state into which all tokens have gone, so it cannot forget some of them. Begin a new "
+    "conversation without these messages."
+)
+"""Why a memory of such a model has no `Contents.without`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Contents:
@@ -186,13 +192,14 @@ class Contents:
         layers = tuple(_each(layer, tensor, packs) for layer in self.layers)
         return Contents(layers, {number: state.each(tensor) for number, state in self.states.items()})
 
-    def shortest(self, windows: Sequence[int | None]) -> int | None:
+    def shortest(self, windows: Sequence[int | None], dropped: Spans = ()) -> int | None:
         """Return the fewest tokens to which `cut_back` can bring the memory; ``None`` if some token was evicted.
 
         Args:
             windows: sliding window of each layer with slots.
+            dropped: spans of positions that `without` has left out, which do not count as evicted.
         """
-        found = [layer.shortest(window) for layer, window in zip(self.layers, windows, strict=True)]
+        found = [layer.shortest(window, dropped) for layer, window in zip(self.layers, windows, strict=True)]
         if None in found or not found:
             return None if found else self.seen
         return self.seen if self.states else max(filter(None, found), default=0)
@@ -206,6 +213,16 @@ class Contents:
         if tokens == self.seen:
             return self
         return Contents(tuple(layer.cut_back(tokens) for layer in self.layers))
+
+    def without(self, dropped: Spans) -> Contents:
+        """Return the memory as it is once the tokens at some positions are evicted from all layers and heads.
+
+        Raises:
+            UnsupportedOperationError: a layer has a state that all tokens have gone into.
+        """
+        if self.states:
+            raise UnsupportedOperationError(STATEFUL)
+        return replace(self, layers=tuple(layer.without(dropped) for layer in self.layers))
 
     def pinned(self, pins: Spans) -> Contents:
         """Return the same contents with other pins."""

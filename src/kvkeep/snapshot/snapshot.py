@@ -293,7 +293,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
     check(len(keys.shape) == len(values.shape) == 2, f"{shown} has keys or values of a wrong shape")
     slots, n = layer.heads * layer.used, keys.shape[0]
     check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
-    check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
+    check(n <= slots, f"{shown} has {n} tokens in {slots} slots")
     check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
     for name in (name for name in entries if is_cut(name, layer.whole)):
         kind, shape = entries[name].dtype, entries[name].shape

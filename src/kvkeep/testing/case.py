@@ -24,6 +24,7 @@ from kvkeep.kv import ranking
 from kvkeep.kv.block import empty
 from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.pins import Spans, table
+from kvkeep.policies._keep_prompt import keeps_share, keeps_whole, reading, with_prompt
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, put, take
 from kvkeep.snapshot.fingerprint import Fingerprint
@@ -166,6 +167,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
         seen = tape.held(case.kv_bits, exact=start if phase is Phase.PREFILL else None)
         view = replace(_view(case, seen, positions, stop - start, turn, phase), budget=budget)
+        view = replace(view, pins=_pins_with_prompt(policy, view, prompt))
         now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
         query = tape.query[:, :, start:stop]
         options = replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None)
@@ -183,8 +185,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             history.scatter_(-1, index, state[name].double())
         if policy.spreads and phase is Phase.PREFILL:
             budget = head_budgets(policy, view, state)
-        view = replace(view, budget=budget)
-        sinks, recent = policy.protected(budget)
+        view = reading(policy, replace(view, budget=budget), window=None)
+        sinks, recent = policy.protected(view.budget)
         score = policy.score(view, state).double()
         score = ranking.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
         kept, step_margin = _best(score, positions, limit(policy, view, state))
@@ -211,6 +213,13 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
         sequences=torch.zeros(1, dtype=torch.int64),
         pins=table([case.pins], torch.device("cpu")) if case.pins else None,
     )
+
+
+def _pins_with_prompt(policy: Policy, view: View, prompt: int) -> Tensor | None:
+    """Return the bounds of what may not be evicted: the case's pins, and what of a prompt `keep_prompt` keeps."""
+    if keeps_whole(policy):
+        return with_prompt(view.pins, torch.tensor([prompt]))
+    return with_prompt(view.pins, view.prompt) if keeps_share(policy) and view.is_decode else view.pins
 
 
 def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
@@ -263,6 +272,7 @@ class Fed:
         for number, row in enumerate(read):
             put(row, [block], number)
         other.layer.hold(block, columns=self.layer.columns)
+        other.layer.find_lead()
 
     def _through_a_file(self, contents: Contents) -> Contents:
         """Return a row after it was saved to a file and loaded again."""

@@ -1,269 +1,352 @@
-/* A chat whose memory can be looked at. Texts reach the page as text nodes alone. */
-"use strict";
-(function () {
-  const MOST_MESSAGES = 60;
-  const MOST_GONE = 200;
-  const at = (id) => document.getElementById(id);
-  const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
-  const visible = (text) => text.replace(CONTROL, "\ufffd");
-  const talks = new Map();
-  let key = "", now = null, running = null, back = false, shown = new Map();
-  let pins = [], current = null, anchor = null;
+/* The chat page: what is open, what its buttons do, and one answer at a time. */
 
-  function say(text, wrong) {
-    at("said").textContent = text;
-    at("said").classList.toggle("wrong", Boolean(wrong));
+import { call, chat, hasKey, useKey } from "./api.js";
+import * as store from "./conversations.js";
+import { at, button, edit, element, fill, keepingFocus, submitOnEnter } from "./elements.js";
+import { article } from "./log.js";
+import { rendered, visible } from "./markdown.js";
+import { keepMemory, showMemory } from "./memory.js";
+
+const DEFAULTS = "kvkeep:settings";
+const THEME = "kvkeep:theme";
+const NUMBERS = ["temperature", "max_tokens", "budget"];
+const LEFT = "The page was left while this was written.";
+const local = store.storage("localStorage");
+
+let current = null; // the conversation that is open; null: a new one
+let running = null; // {conversation, said, stopping} of the answer that is being written
+let served = null; // the model, as /v1/models describes it
+let defaults = storedSettings(); // settings of new conversations
+let leaving = false;
+let frame = 0; // the animation frame that draws what has come of the answer
+
+// What is said below the messages.
+
+function tell(text, wrong = false, ...more) {
+  at("said").classList.toggle("wrong", wrong);
+  at("said").replaceChildren(visible(text), ...more);
+}
+
+function keep(conversation) {
+  try {
+    store.save(conversation);
+  } catch {
+    tell("The browser has no room to store this conversation. Delete others that are not needed.", true);
   }
+}
 
-  async function call(method, path, body, signal) {
-    const headers = { "Content-Type": "application/json" };
-    if (key) headers.Authorization = "Bearer " + key;
-    const answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
-    if (answer.ok) return answer;
-    let message = "The server answered " + answer.status + ".";
-    try { message = (await answer.json()).error.message || message; } catch {}
-    throw Object.assign(new Error(message), { status: answer.status });
-  }
-  const json = async (...asked) => (await call(...asked)).json();
+// Drawing.
 
-  /* Do something for a button, and show what went wrong. One thing is done at a time. */
-  function doing(work) {
-    return async (event) => {
-      event.preventDefault();
-      if (running) return;
-      const focused = document.activeElement;
-      running = new AbortController();
-      busy(true);
-      try {
-        say("");
-        await work(running.signal);
-      } catch (error) {
-        say(error.name === "AbortError" ? "Stopped: this turn is not part of the conversation." : error.message, true);
-      }
-      running = null;
-      busy(false);
-      refocus(focused);
-    };
-  }
-
-  /* Keys go on where they were: a button that was disabled meanwhile, or made anew, has lost the focus. */
-  function refocus(before) {
-    const has = document.activeElement;
-    if (has && has !== document.body && !has.disabled) return;
-    const usable = before.isConnected && !before.disabled && before !== document.body;
-    const next = usable ? before : before.isConnected ? at("text") : at("tree").querySelector("[aria-current]");
-    if (next && before !== document.body) next.focus({ preventScroll: true });
-  }
-
-  function busy(on) {
-    at("fork").disabled = on || !now;
-    at("rewind").disabled = on || !now || !back;
-    for (const one of at("tree").querySelectorAll("button")) one.disabled = on;  // a click would be lost
-    at("send").disabled = at("new").disabled = on;
-    at("stop").disabled = !on;
-  }
-
-  function add(role, text) {
-    const line = document.createElement("p"), who = document.createElement("b"), said = document.createTextNode(visible(text));
-    who.textContent = role === "user" ? "You" : role === "assistant" ? "Model" : role;
-    line.append(who, said);
-    line.dir = "auto";
-    at("log").append(line);
-    while (at("log").children.length > MOST_MESSAGES) at("log").firstChild.remove();
-    at("log").scrollTop = at("log").scrollHeight;
-    return said;
-  }
-
-  const fetched = (one) => Promise.all(["", "/positions"].map((part) => json("GET", "/v1/sessions/" + one.id + part)));
-
-  const load = async () => show(await fetched(now));
-
-  function show([card, found]) {
-    at("log").replaceChildren();
-    for (const one of card.messages.slice(-MOST_MESSAGES)) add(one.role, one.content);
-    back = card.turns_to_rewind > 0;
-    memory(found, card);
-  }
-
-  function memory(found, card) {
-    const before = shown;
-    pins = found.pins;
-    shown = new Map(found.positions.map((place, i) => [place, { text: found.texts[i], share: found.shares[i] }]));
-    const gone = [...before.keys()].filter((place) => !shown.has(place) && place < found.seen_tokens).slice(-MOST_GONE);
-    const all = [...shown.keys(), ...gone].sort((one, other) => one - other);
-    at("held").replaceChildren(...all.map((place) => {
-      const span = document.createElement("span"), one = shown.get(place);
-      span.textContent = visible((one || before.get(place)).text);
-      span.style.setProperty("--share", one ? one.share : 0);
-      span.className = one ? (pinned(place) ? "pinned" : "") : "gone";
-      if (one) {
-        span.id = "at" + place;
-        span.dataset.place = place;
-        span.setAttribute("role", "option");
-        span.setAttribute("aria-selected", pinned(place));
-      }
-      span.title = "position " + place + (one ? ", held by " + Math.round(100 * one.share) + " % of the heads" : ", dropped");
-      return span;
-    }));
-    mark(current);
-    const slots = Math.min(found.budget, found.seen_tokens), fixed = pins.reduce((n, [a, b]) => n + b - a, 0);
-    at("full").style.width = 100 * slots / found.budget + "%";
-    at("pins").style.width = 100 * Math.min(1, fixed / found.budget) + "%";
-    const sizes = `${slots} of ${found.budget} slots per head hold a conversation of ${found.seen_tokens} tokens; ` +
-      `${card.kv_bytes.toLocaleString("en")} bytes, ${card.policy}`;
-    at("sizes").textContent = sizes;
-    at("bar").setAttribute("aria-label", sizes);
-  }
-
-  const pinned = (place) => pins.some(([start, stop]) => start <= place && place < stop);
-
-  /* The token that the arrow keys have reached. */
-  function mark(place) {
-    const held = at("held"), found = place === null ? null : at("at" + place);
-    held.querySelector(".current")?.classList.remove("current");
-    current = found ? place : null;
-    if (!found) return held.removeAttribute("aria-activedescendant");
-    found.classList.add("current");
-    held.setAttribute("aria-activedescendant", found.id);
-    found.scrollIntoView({ block: "nearest" });
-  }
-
-  /* Pin the tokens from one to another that the memory holds, or let them go if the last one is pinned. */
-  const pin = (from, to) => doing(async () => {
-    const low = Math.min(from, to), high = Math.max(from, to) + 1, off = pinned(to);
-    const rest = pins.flatMap(([start, stop]) => [[start, Math.min(stop, low)], [Math.max(start, high), stop]])
-      .filter(([start, stop]) => start < stop);
-    const places = [...shown.keys()].filter((place) => low <= place && place < high);
-    const wanted = off ? rest : [...rest, ...places.map((place) => [place, place + 1])];
-    await json("POST", `/v1/sessions/${now.id}/pin`, { pins: wanted });
-    await load();
-    anchor = to;
-    mark(to);
+/* Draw all that may have changed. */
+function draw(toEnd = false) {
+  const end = toEnd || atEnd();
+  const { scrollTop } = at("log");
+  keepingFocus(() => {
+    if (!at("list").querySelector(".edit")) drawList(); // a name that is being edited stays
+    drawLog();
   });
+  at("log").scrollTop = end ? at("log").scrollHeight : scrollTop;
+  at("send").hidden = running !== null;
+  at("stop").hidden = running === null;
+  document.title = current ? `${visible(current.name)} – kvkeep` : "kvkeep";
+}
 
-  function tree() {
-    const list = (parent) => [...talks.values()].filter((one) => one.parent === parent).map((one) => {
-      const item = document.createElement("li"), button = document.createElement("button");
-      button.type = "button";
-      button.textContent = one.name;
-      button.disabled = running !== null;
-      if (one === now) button.setAttribute("aria-current", "true");
-      button.addEventListener("click", doing(() => go(one)));
-      item.append(button);
-      const inner = list(one.id);
-      if (inner.length) {
-        const below = document.createElement("ul");
-        below.append(...inner);
-        item.append(below);
-      }
-      return item;
-    });
-    at("tree").replaceChildren(...list(null));
-  }
+/* Return whether the end of the messages is seen. Else somebody reads further up, and should not be moved. */
+function atEnd() {
+  const { scrollHeight, scrollTop, clientHeight } = at("log");
+  return scrollHeight - scrollTop - clientHeight < 60;
+}
 
-  /* Open a conversation. If that fails, the page stays with the one that it shows. */
-  async function go(one) {
-    const found = await fetched(one);
-    now = one;
-    current = anchor = null;
-    shown = new Map();
-    tree();
-    show(found);
-  }
+function drawList() {
+  const all = store.stored();
+  if (current && !all.some(({ id }) => id === current.id)) all.unshift(current); // there was no room to store it
+  at("list").replaceChildren(...all.map(listed));
+}
 
-  const made = (card, parent) => {
-    const one = { id: card.id, parent, name: `${talks.size + 1}: ${card.policy}, ${card.budget}` };
-    talks.set(card.id, one);
-    tree();
-    return one;
+function listed(conversation) {
+  const { id, name } = conversation;
+  const shown = element("div", { className: "conversation" });
+  const rename = () => edit(shown, name, "Name of the conversation", (text) => change(conversation, text ? { name: text } : {}));
+  const opens = button(visible(name), `${id}:open`, () => show(conversation), { dir: "auto" });
+  if (id === current?.id) opens.ariaCurrent = "true";
+  const also = { title: `Rename ${name}`, ariaLabel: `Rename ${name}` };
+  const off = { title: `Delete ${name}`, ariaLabel: `Delete ${name}` };
+  shown.append(opens, button("✎", `${id}:rename`, rename, also), button("✕", `${id}:delete`, () => forget(conversation), off));
+  return element("li", {}, shown);
+}
+
+function drawLog() {
+  const messages = current ? store.branch(current) : [];
+  const act = { ask: (text, parent) => (text ? ask(text, parent) : draw()), again, pin, show: showVersion };
+  const drawn = messages.map((message) =>
+    article(message, store.versions(current, message), running?.said === message, act),
+  );
+  if (!drawn.length) drawn.push(element("p", { className: "hint" }, "Write the first message below."));
+  fill(at("log"), drawn);
+  for (const waits of at("log").querySelectorAll(".waits")) waits.disabled = running !== null;
+  at("log").ariaBusy = String(running !== null);
+  showMemory(messages);
+}
+
+/* Draw what has come of an answer, once for each frame of the screen at most. */
+function drawSoon(said) {
+  frame ||= requestAnimationFrame(() => {
+    frame = 0;
+    const text = at(`message-${said.id}`)?.querySelector(".text");
+    if (!text || running?.said !== said) return;
+    const end = atEnd();
+    text.replaceChildren(rendered(said.text));
+    if (end) at("log").scrollTop = at("log").scrollHeight;
+  });
+}
+
+// Conversations.
+
+/* Return the conversation that the page works on, if that is the one that a stored one is a copy of. */
+function live(conversation) {
+  return [running?.conversation, current].find((other) => other && other.id === conversation?.id) ?? conversation;
+}
+
+function show(conversation) {
+  current = live(conversation);
+  openSide(false);
+  tell("");
+  draw(true);
+  at("text").focus();
+}
+
+function change(conversation, fields) {
+  const target = live(conversation);
+  Object.assign(target, fields);
+  keep(target);
+  draw();
+}
+
+function forget(conversation) {
+  if (running?.conversation.id === conversation.id) running.stopping.abort();
+  store.remove(conversation);
+  if (current?.id === conversation.id) current = null;
+  const undo = () => {
+    keep(conversation);
+    show(conversation);
   };
+  draw();
+  tell(`“${conversation.name}” is deleted. `, false, button("Undo", "undo", undo));
+}
 
-  async function begin() {
-    const body = { policy: at("policy").value || undefined, budget: Number(at("budget").value) || undefined };
-    const pins = Number(at("pinned").value);
-    if (pins > 0) body.pins = [[0, pins]];
-    await go(made(await json("POST", "/v1/sessions", body), null));
-    at("text").focus();
+function pin(message) {
+  message.pinned = !message.pinned;
+  change(current, {});
+}
+
+function showVersion(message) {
+  store.open(current, message);
+  change(current, {});
+}
+
+// Answers.
+
+/* Ask a message under another one. Beside a message that was asked there before, it is a fork. */
+async function ask(text, parent) {
+  if (running) return;
+  current ??= store.begin(text, defaults);
+  const message = store.add(current, parent, "user", text);
+  await answer(current, store.add(current, message.id, "assistant", ""));
+}
+
+/* Write an answer again: beside the other one, or in its place if that has no text. */
+async function again(message) {
+  if (!message.text) return answer(current, message);
+  await answer(current, store.add(current, message.parent, "assistant", ""));
+}
+
+async function answer(conversation, said) {
+  running = { conversation, said, stopping: new AbortController() };
+  Object.assign(said, { failure: LEFT, text: "" });
+  keep(conversation);
+  tell("The model reads…");
+  draw(true);
+  try {
+    await write(conversation, said, running.stopping.signal);
+    delete said.failure;
+    tell("");
+  } catch (error) {
+    fail(said, error);
   }
+  running = null;
+  if (current?.id === conversation.id || store.stored().some(({ id }) => id === conversation.id)) keep(conversation);
+  draw();
+  at("spoken").replaceChildren(rendered(said.text).textContent);
+}
 
-  async function* events(answer) {
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let held = ""; ;) {
-      const { value, done } = await reader.read();
-      if (done) throw new Error("The server went away in the middle of the answer.");
-      const parts = (held + value).split("\n\n");
-      held = parts.pop();
-      for (const one of parts) {
-        if (one === "data: [DONE]") return;
-        if (one.startsWith("data: {")) yield JSON.parse(one.slice(6));
-      }
+function fail(said, error) {
+  tell("");
+  if (error.name === "AbortError") {
+    delete said.failure;
+    said.ended = "stopped";
+    if (!said.text) said.failure = "Stopped before the first token.";
+  } else {
+    said.failure = leaving ? LEFT : visible(error.message); // a browser ends connections while it leaves
+    if (error.status === 401) showEntry(error);
+  }
+}
+
+/* Send a conversation, and take its answer as it comes. */
+async function write(conversation, said, signal) {
+  const began = performance.now();
+  const body = bodyOf(conversation);
+  for (const name of ["tokens", "seconds", "ttft", "prompt", "cached", "ended"]) delete said[name];
+  let memory = null;
+  for await (const { choices, usage, memory: held } of chat(body, signal)) {
+    const seconds = (performance.now() - began) / 1000;
+    const [choice] = choices;
+    if (choice?.delta.content) {
+      if (!said.text) tell("");
+      said.ttft ??= seconds;
+      said.text += choice.delta.content;
+      drawSoon(said);
+    }
+    if (choice?.finish_reason) said.ended = choice.finish_reason;
+    if (usage && choice) Object.assign(said, { tokens: usage.completion_tokens, prompt: usage.prompt_tokens, seconds });
+    if (held?.[0]) memory = held[0];
+    if (usage?.kvkeep) {
+      said.cached = usage.prompt_tokens_details.cached_tokens;
+      const policy = body.policy ?? served.kvkeep.policy;
+      if (memory) keepMemory(said.id, { ...memory, bytes: usage.kvkeep.kv_bytes, policy });
     }
   }
+}
 
-  async function ask(signal) {
-    const text = at("text").value;
-    if (!text.trim()) return;
-    if (!now) await begin();
-    const body = { session_id: now.id, messages: [{ role: "user", content: text }], stream: true };
-    const asked = add("user", text), said = add("assistant", "");
-    try {
-      for await (const event of events(await call("POST", "/v1/chat/completions", body, signal))) {
-        if (event.error) throw new Error(event.error.message);
-        said.data += visible(event.choices[0]?.delta?.content || "");
-        at("log").scrollTop = at("log").scrollHeight;
-      }
-      at("text").value = "";
-    } catch (error) {
-      for (const one of [asked, said]) one.parentNode?.remove();  // it is not part of the conversation
-      throw error;
-    } finally {
-      await load();
-    }
+function bodyOf(conversation) {
+  const { system, ...settings } = conversation.settings;
+  const { messages, pinned } = store.asked(conversation, system);
+  const given = Object.entries(settings).filter(([, value]) => value);
+  const options = Object.fromEntries(given.map(([name, value]) => [name, NUMBERS.includes(name) ? Number(value) : value]));
+  const stream = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  return { ...options, messages, ...(pinned.length && { pin_messages: pinned }), ...stream, return_memory: true };
+}
+
+// Settings: those of the open conversation, and of new ones.
+
+function storedSettings() {
+  try {
+    return { ...JSON.parse(local.getItem(DEFAULTS)) };
+  } catch {
+    return {};
   }
+}
 
-  async function enter() {
-    key = at("key").value;
-    let card;
-    try {
-      card = (await json("GET", "/v1/models")).data[0];
-    } catch (error) {
-      if (error.status !== 401) throw error;
-      at("entry").hidden = false;
-      at("about").textContent = key ? error.message : "This server asks for a key.";
-      at("key").focus();
-      return;
-    }
-    at("entry").hidden = true;
-    document.querySelector("main").hidden = false;
-    at("about").textContent = `${card.id}: ${card.kvkeep.rows} conversations at once, each in the same memory`;
-    at("policy").placeholder = card.kvkeep.policy;
-    at("budget").placeholder = at("budget").max = card.kvkeep.budget;
-    at("policies").replaceChildren(...card.kvkeep.policies.map((name) => new Option(name, name)));
-    at("text").focus();
+function openSettings() {
+  const settings = current?.settings ?? defaults;
+  for (const field of at("choices").elements) if (field.name) field.value = settings[field.name] ?? "";
+  at("settings").showModal();
+}
+
+function takeSettings(event) {
+  event.preventDefault(); // the Content-Security-Policy lets no form go anywhere
+  defaults = Object.fromEntries([...new FormData(at("choices"))].filter(([, value]) => value.trim()));
+  store.remember(local, DEFAULTS, JSON.stringify(defaults));
+  if (current) change(current, { settings: defaults });
+  at("settings").close();
+}
+
+function useTheme(name) {
+  const dark = name ? name === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.style.colorScheme = name ?? "";
+  at("theme").textContent = dark ? "Light" : "Dark";
+  at("theme").dataset.next = dark ? "light" : "dark";
+}
+
+// The beginning: what the server runs, and the key if it asks for one.
+
+async function connect() {
+  const { data } = await (await call("/v1/models")).json();
+  served = data[0];
+  const { id, kvkeep } = served;
+  at("model").textContent = visible(id.split(/[\\/]/).filter(Boolean).pop() ?? id);
+  at("model").title = id;
+  const { model, policy, budget } = at("choices");
+  model.replaceChildren(...data.map((card, i) => new Option(card.id, i ? card.id : "")));
+  at("models").hidden = data.length < 2;
+  Object.assign(policy, { placeholder: kvkeep.policy });
+  Object.assign(budget, { placeholder: kvkeep.budget, max: kvkeep.budget });
+  at("policies").replaceChildren(...kvkeep.policies.map((name) => new Option(name, name)));
+  at("entry").hidden = true;
+  at("frame").hidden = false;
+  draw();
+  at("text").focus();
+}
+
+async function enter() {
+  try {
+    await connect();
+  } catch (error) {
+    showEntry(error);
   }
+}
 
-  at("entry").addEventListener("submit", doing(enter));
-  at("begin").addEventListener("submit", doing(begin));
-  at("ask").addEventListener("submit", doing(ask));
-  at("text").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) at("ask").requestSubmit(), event.preventDefault();
-  });
-  at("stop").addEventListener("click", () => running && running.abort());
-  at("fork").addEventListener("click", doing(async () => go(made(await json("POST", `/v1/sessions/${now.id}/fork`, {}), now.id))));
-  at("rewind").addEventListener("click", doing(async () => {
-    await json("POST", `/v1/sessions/${now.id}/rewind`, {});
-    await load();
-  }));
-  at("held").addEventListener("click", (event) => {
-    const place = Number(event.target.dataset.place ?? NaN);
-    if (!Number.isNaN(place)) pin(event.shiftKey && anchor !== null ? anchor : place, place)(event);
-  });
-  at("held").addEventListener("keydown", (event) => {
-    const places = [...shown.keys()], i = places.indexOf(current), last = places.length - 1;
-    const to = { ArrowRight: i + 1, ArrowDown: i + 1, ArrowLeft: i - 1, ArrowUp: i - 1, Home: 0, End: last }[event.key];
-    if (to !== undefined && last >= 0) mark(places[Math.max(0, Math.min(last, to))]), event.preventDefault();
-    if ((event.key === "Enter" || event.key === " ") && current !== null) pin(current, current)(event);
-  });
-  busy(false);
-  enter().catch((error) => { at("about").textContent = error.message; });
-})();
+/* Show what keeps the page from the server, with a field for the key if that is the reason. */
+function showEntry({ message, status }) {
+  const asks = status === 401;
+  const first = "This server asks for an API key. It is kept in this tab alone.";
+  at("entry").hidden = false;
+  at("entry-said").textContent = asks && !hasKey() ? first : message;
+  at("key").parentElement.hidden = !asks;
+  at("connect").textContent = asks ? "Connect" : "Try again";
+  at(asks ? "key" : "connect").focus();
+}
+
+function openSide(on) {
+  at("side").classList.toggle("open", on);
+  at("menu").ariaExpanded = String(on);
+}
+
+function escape(event) {
+  if (event.key !== "Escape" || event.isComposing || event.target.closest("dialog, .edit")) return;
+  running?.stopping.abort();
+  openSide(false);
+}
+
+at("entry").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!at("key").parentElement.hidden) useKey(at("key").value);
+  enter();
+});
+at("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = at("text").value.trim();
+  if (!text || running) return;
+  at("text").value = "";
+  ask(text, current?.leaf ?? null);
+});
+at("text").addEventListener("keydown", (event) => submitOnEnter(event, at("ask")));
+at("stop").addEventListener("click", () => {
+  running?.stopping.abort();
+  at("text").focus();
+});
+at("new").addEventListener("click", () => show(null));
+at("menu").addEventListener("click", () => openSide(at("menu").ariaExpanded !== "true"));
+at("theme").addEventListener("click", () => {
+  store.remember(local, THEME, at("theme").dataset.next);
+  useTheme(at("theme").dataset.next);
+});
+at("open-settings").addEventListener("click", openSettings);
+at("choices").addEventListener("submit", takeSettings);
+addEventListener("keydown", escape);
+addEventListener("pagehide", () => {
+  leaving = true;
+  if (running) keep(running.conversation);
+});
+addEventListener("pageshow", () => (leaving = false));
+addEventListener("storage", ({ key: changed }) => !running && store.isConversation(changed) && reread(changed));
+
+/* Show what another tab has stored, under a key, or in all of them. */
+function reread(changed) {
+  const mine = changed === null || (current && changed.endsWith(current.id));
+  if (current && mine) current = store.stored().find(({ id }) => id === current.id) ?? null;
+  draw();
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => useTheme(local.getItem(THEME)));
+useTheme(local.getItem(THEME));
+enter();

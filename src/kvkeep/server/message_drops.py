@@ -1,0 +1,117 @@
+"""Messages that leave the memory of a chat, as a body names them: by their index, after another one was read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from kvkeep.engine.drops import Drop, Drops, drops_of
+from kvkeep.openai.messages import ParameterError
+from kvkeep.openai.requests import ParsedBody
+from kvkeep.parameters import TRUNCATE_PROMPT_TOKENS
+from kvkeep.server.schemas import ChatBody, Generating
+
+_INDEX = re.compile("-?[0-9]{1,9}", re.ASCII)
+
+
+@runtime_checkable
+class MessageFinder(Protocol):
+    """What finds the tokens of messages."""
+
+    def message_starts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        places: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> dict[int, int]:
+        """Return how many of a conversation's tokens come before messages."""
+
+
+def message_drops(parameters: ParsedBody, body: Generating, served: MessageFinder) -> dict[str, Any]:
+    """Return the options of a request for ``drop_message`` and ``reposition`` of a chat's body.
+
+    Args:
+        parameters: the parameters of the body.
+        body: a chat; others name no messages.
+        served: finds the tokens of messages.
+
+    Raises:
+        KVKeepError: there is no such message, or it is not known which tokens are its own.
+    """
+    if not isinstance(body, ChatBody):
+        return {}
+    total = len(body.messages or ())
+    moves: bool | None = body.reposition if isinstance(body.reposition, bool) else None
+    if isinstance(body.reposition, list) and body.reposition:
+        moves = bool([_place(place, total, "reposition") for place in body.reposition])
+    asked = _asked(body.drop_message, total)
+    if not asked:
+        return {"reposition": moves}
+    if parameters.truncate is not None:
+        raise ParameterError(TRUNCATE_PROMPT_TOKENS.name, "moves the tokens of messages, so these are not dropped")
+    return {"reposition": moves, "drops": _drops(parameters, asked, total, served)}
+
+
+def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: int, served: MessageFinder) -> Drops:
+    """Return the spans of the messages that are dropped after each other one.
+
+    Raises:
+        KVKeepError: it is not known which tokens are their own.
+    """
+    messages = [message for message in parameters.prompts[0] if isinstance(message, dict)]
+    told = int(len(messages) == total + 1 and messages[0]["role"] == "system")  # of tools, before all others
+    if len(messages) != total + told:
+        raise ParameterError("drop_message", "counts messages, and for this model some of them are written as one")
+    dropped = {place for places in asked.values() for place in places}
+    if len(dropped) == total:
+        raise ParameterError(
+            "drop_message", "names all messages: send a conversation without those that are not needed"
+        )
+    borders = sorted({told + place + more for place in dropped for more in (0, 1)} | {told + n + 1 for n in asked})
+    starts = served.message_starts(messages, borders, tools=parameters.described, template=parameters.template)
+    if unknown := next((border for border in borders if border not in starts), None):
+        place = unknown - told
+        raise ParameterError(
+            "drop_message",
+            f"cannot be followed: the chat template writes message {max(0, place - 1)} together with the one behind it",
+        )
+    return drops_of(
+        [
+            Drop(starts[told + after + 1], tuple((starts[told + n], starts[told + n + 1]) for n in places))
+            for after, places in asked.items()
+        ]
+    )
+
+
+def _asked(given: Mapping[str, Sequence[int]] | Sequence[int] | None, total: int) -> dict[int, list[int]]:
+    """Return which messages are dropped after each message, all counted from the first one.
+
+    Raises:
+        ParameterError: there is no such message, or one is to be dropped before it is read.
+    """
+    if not given:
+        return {}
+    pairs: Mapping[str, Sequence[int]] = given if isinstance(given, Mapping) else {"-1": given}
+    found: dict[int, list[int]] = {}
+    for key, places in pairs.items():
+        if not _INDEX.fullmatch(key):
+            raise ParameterError("drop_message", f"has {key!r:.40}, which is no index of a message")
+        after = _place(int(key), total, "drop_message")
+        found.setdefault(after, []).extend(_place(place, total, "drop_message") for place in places)
+        if (late := max(found[after], default=0)) > after:
+            raise ParameterError("drop_message", f"drops message {late} after message {after}, before it is read")
+    return {after: places for after, places in found.items() if places}
+
+
+def _place(place: int, total: int, name: str) -> int:
+    """Return the index of a message, counted from the first one.
+
+    Raises:
+        ParameterError: there is no such message.
+    """
+    if not -total <= place < total:
+        raise ParameterError(name, f"names message {place}, and the conversation has {total}")
+    return place % total
