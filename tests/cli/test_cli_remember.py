@@ -406,6 +406,7 @@ def test_a_fidelity_that_only_the_whole_text_reaches(quoted, text):
     _, done = remember(model_folders.folder(), text, "--fidelity", "0.9999", "--json")
     found = json.loads(done.stdout)
     assert (found["budget"], found["fidelity"]["share"]) == (found["tokens"], 1)
+    assert "the memory has room for the whole text, since" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,12 @@ def _searched(request: RememberOptions, writer: Writer, text: _Text) -> _Made:
     budget = smallest(reaches, least, whole)
     if budget not in made:  # the whole text, which need not be read to know that it reaches it
         made[budget] = reader.read(budget)
+        if tried:  # as of a text that is longer than the model can quote from
+            most = max(tried)
+            console.note(
+                f"the memory has room for the whole text, since {most} of its {whole} tokens keep "
+                f"{tried[most]:.0%}, less than {wanted:.0%}"
+            )
     return replace(made[budget], tried=tried)
 
 
