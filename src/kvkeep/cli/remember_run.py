@@ -247,7 +247,8 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
-    check_room(layout, budget, len(ids), 1)
+    if request.fidelity is None:  # otherwise the search asks for the budgets that there are
+        check_room(layout, budget, len(ids), 1)
     trained = checkpoint.trained_length
     if trained and len(ids) > trained and layout.positions == "true":
         console.note(
