@@ -23,6 +23,7 @@ from kvkeep.engine import Engine, Session
 from kvkeep.models.load import load, quiet
 from kvkeep.models.quantized_weights import is_packable
 from kvkeep.policies import FALLBACK, LATER
+from kvkeep.snapshot.fidelity import Fidelity
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
 QUESTION = "what does the fox do"
@@ -309,6 +310,150 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(text):
         process.kill()  # it may have ended
         process.join()
         assert file.read_bytes() == before  # the same text gives the same bytes
+
+
+# ------------------------------------------------------------------ what a memory is worth
+
+
+class Quoted:
+    """In place of passages: a memory keeps the share of the tokens that its budget holds."""
+
+    def __init__(self, writer, ids, *, adapter=None):
+        self.tokens = len(ids)
+
+    def measure(self, snapshot, policy):
+        budget = snapshot.fingerprint.budget
+        return Fidelity(min(1.0, budget / self.tokens), 0.02, 6)
+
+
+@pytest.fixture
+def quoted(monkeypatch):
+    monkeypatch.setattr(remember_run, "Passages", Quoted)
+
+
+def said(done):
+    return " ".join(done.stdout.split())
+
+
+def test_a_memory_says_what_it_is_worth(quoted, text):
+    file, done = remember(model_folders.folder(), text, "-b", 16)
+    tokens = kvkeep.Snapshot.load(file).seen
+    line = f"keeps {100 * 16 / tokens:.0f} % (± 2) of what 6 passages of the text tell"
+    assert f"fidelity {line}; --fidelity 0.9 finds the budget that keeps 90%" in said(done)
+    shown = kv("memory", file)
+    assert f"fidelity {line}" in said(shown)
+    assert json.loads(kv("memory", file, "--json").stdout)["fidelity"] == {
+        "share": 16 / tokens,
+        "error": 0.02,
+        "passages": 6,
+    }
+
+
+def test_the_embedded_model_is_measured(text):
+    text.write_text(" ".join(f"The key of room {n} is {n * 37 % 101}." for n in range(40)))
+    file = text.parent / "embedded.kvkeep"
+    done = json.loads(kv("remember", "-f", text, "-o", file, "-b", 64, "--json").stdout)
+    assert 0 <= done["fidelity"]["share"] < 1
+    assert done["fidelity_seconds"] > 0
+    assert json.loads(kv("memory", file, "--json").stdout)["fidelity"] == done["fidelity"]
+
+
+def test_a_memory_that_keeps_all_is_not_measured(text, monkeypatch):
+    monkeypatch.setattr(remember_run, "Passages", None)
+    _, done = remember(model_folders.folder(), text)
+    assert "fidelity keeps all of the text" in said(done)
+    _, done = remember(model_folders.folder(), text, "--policy", "full", "--overwrite")
+    assert "fidelity keeps all of the text" in said(done)
+
+
+def test_without_a_measurement(text, monkeypatch):
+    file, done = remember(model_folders.folder(), text, "-b", 16)  # random weights
+    assert "not measured: the model does not quote what it has just read" in said(done)
+    monkeypatch.setattr(remember_run, "Passages", None)
+    file, done = remember(model_folders.folder(), text, "-b", 16, "--no-fidelity", "--overwrite")
+    assert "not measured: --no-fidelity" in said(done)
+    assert json.loads(kv("memory", file, "--json").stdout)["fidelity"] is None
+    assert "fidelity" not in kv("memory", file).stdout
+    done = remember(model_folders.folder(), text, "-b", 16, "--no-fidelity", "--overwrite", "--json")[1]
+    assert json.loads(done.stdout)["fidelity"] is None
+
+
+def test_the_memory_is_kept_if_the_measurement_fails(text, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(remember_run, "Passages", fails)
+    file, done = remember(model_folders.folder(), text, "-b", 16)
+    assert "not measured: Out of memory on cpu. Give --no-fidelity" in said(done)
+    kv("generate", model_folders.folder(), "--memory", file, "-p", QUESTION, "-n", 2)
+
+
+@pytest.mark.parametrize("share", ["0.25", "90%"])
+def test_the_smallest_budget_of_a_fidelity(share, quoted, text):
+    file, done = remember(model_folders.folder(), text, "--fidelity", share, "--policy", "local", "--json")
+    found = json.loads(done.stdout)
+    wanted = 0.25 if share == "0.25" else 0.9
+    assert wanted <= found["budget"] / found["tokens"] <= 1.1 * wanted + 1 / found["tokens"]
+    assert found["fidelity"]["share"] >= wanted
+    assert found["budgets_tried"][str(found["budget"])] == found["fidelity"]["share"]
+    assert kvkeep.Snapshot.load(file).fingerprint.budget == found["budget"]
+    straight = text.parent / "straight.kvkeep"
+    kv("remember", model_folders.folder(), "-f", text, "-o", straight, "--policy", "local", "-b", found["budget"])
+    assert straight.read_bytes() == file.read_bytes()
+
+
+def test_a_fidelity_that_only_the_whole_text_reaches(quoted, text):
+    _, done = remember(model_folders.folder(), text, "--fidelity", "0.9999", "--json")
+    found = json.loads(done.stdout)
+    assert (found["budget"], found["fidelity"]["share"]) == (found["tokens"], 1)
+    assert "the memory has room for the whole text, since" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--fidelity", "0"], "--fidelity 0 is not a share between 0 and 1"),
+        (["--fidelity", "1"], "Policy full keeps all"),
+        (["--fidelity", "1.5"], "is not a share"),
+        (["--fidelity", "-0.5"], "is not a share"),
+        (["--fidelity", "nan"], "is not a share"),
+        (["--fidelity", "110%"], "is not a share"),
+        (["--fidelity", ""], "is not a number"),
+        (["--fidelity", "most"], "is not a number"),
+        (["--fidelity", "0.9", "-b", "16"], "Give --fidelity or --budget, not both"),
+        (["--fidelity", "0.9", "--no-fidelity"], "Give --fidelity or --no-fidelity, not both"),
+        (["--fidelity", "0.9", "--policy", "full"], "full keeps all of a text"),
+        (["--fidelity", "0.9", "--policy", "h2o:recent=4000"], "protects more tokens than"),
+        (["--fidelity", "0.9"], "does not quote what it has just read. Give --budget"),
+    ],
+    ids=str,
+)
+def test_fidelities_that_cannot_be_had(words, reason, text):
+    file = text.parent / "x.kvkeep"
+    assert reason in refused_with_progress("remember", model_folders.folder(), "-f", text, "-o", file, *words)
+    assert not file.exists()
+
+
+def refused_with_progress(*words):
+    done = kv(*words, code=2)
+    return " ".join(done.stderr.rpartition("error: ")[2].split())
+
+
+def test_a_short_text_has_no_fidelity(text):
+    text.write_text("the fox and the cat and the dog and the fox")
+    _, done = remember(model_folders.folder(), text, "-b", 6, "--policy", "local")
+    assert "has no two passages of" in said(done)
+    words = ["remember", model_folders.folder(), "-f", text, "-o", text.parent / "y", "--policy", "local"]
+    assert "Give --budget in place of --fidelity" in refused_with_progress(*words, "--fidelity", "0.5")
+
+
+def test_a_file_with_a_damaged_fidelity(quoted, text):
+    file, _ = remember(model_folders.folder(), text, "-b", 16)
+    snapshot = kvkeep.Snapshot.load(file)
+    replace(snapshot, note={**snapshot.note, "fidelity": {"share": 7}}).save(file)
+    assert "of its fidelity, which is damaged" in refused("memory", file)
+    assert "of its fidelity, which is damaged" in refused("memory", file, "--json")
+    kv("generate", model_folders.folder(), "--memory", file, "-p", QUESTION, "-n", 2)  # it does not ask
 
 
 # ------------------------------------------------------------------ bad input

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,6 +64,7 @@ def memory(
 def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
     """Return names and values to print above the drawing."""
     from kvkeep.policies.registry import label  # imports torch
+    from kvkeep.snapshot.fidelity import noted_in
 
     made, layers = snapshot.fingerprint, snapshot.contents.layers
     chunk = "" if made.chunk is None else f", prompt read in chunks of {made.chunk}"
@@ -79,6 +81,7 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
         "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}{_of_heads(made.head_budget)}",
         "positions": f"{made.positions}{chunk}",
         "tokens": f"{snapshot.seen} seen, {held:.4g} held per layer and head on average",
+        **({} if (fidelity := noted_in(snapshot.note)) is None else {"fidelity": str(fidelity)}),
         "token ids": "stored" if snapshot.tokens is not None else "not stored",
         "size": f"{console.show_bytes(size)}; a full cache would take {console.show_bytes(full)}, "
         f"{console.show_factor(full / size)} as much",
@@ -167,6 +170,9 @@ def _mark(share: float, marks: str) -> str:
 
 def _report(file: str, size: int, snapshot: Snapshot) -> dict[str, Any]:
     """Return the whole report as plain data. Positions are ranges, both ends included."""
+    from kvkeep.snapshot.fidelity import noted_in  # imports torch
+
+    fidelity = noted_in(snapshot.note)
     return {
         "file": file,
         "bytes": size,
@@ -175,6 +181,7 @@ def _report(file: str, size: int, snapshot: Snapshot) -> dict[str, Any]:
         "tokens_seen": snapshot.seen,
         "token_ids": None if snapshot.tokens is None else snapshot.tokens.tolist(),
         "pending_tokens": snapshot.pending,
+        "fidelity": None if fidelity is None else asdict(fidelity),
         "states": sorted(snapshot.contents.states),
         "layers": [
             {

@@ -336,6 +336,23 @@ def parse_number(text: str, option: str) -> float:
         raise InputError(f"{option}: {text!r} is not a number.") from None
 
 
+def parse_share(text: str, option: str, *, why: str) -> float:
+    """Return a share between 0 and 1, both excluded, of a number or a percentage.
+
+    Args:
+        text: the number or percentage.
+        option: the option's name.
+        why: a sentence for the error, on why there is no share of 1.
+
+    Raises:
+        InputError: the text is no such share.
+    """
+    number = parse_number(text[:-1], option) / 100 if text.endswith("%") else parse_number(text, option)
+    if not 0 < number < 1:
+        raise InputError(f"{option} {text} is not a share between 0 and 1, such as 0.9 or 90%. {why}")
+    return number
+
+
 def parse_kept_tokens(text: str, option: str) -> int:
     """Return the number of tokens of a budget.
 

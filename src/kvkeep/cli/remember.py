@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvkeep.cli.files import check_text, place, target
@@ -18,8 +19,11 @@ from kvkeep.cli.options import (
     check_one_adapter,
     check_policy,
     option,
+    parse_share,
     parse_system,
 )
+from kvkeep.errors import InputError
+from kvkeep.parameters import MEMORY
 from kvkeep.policies import FALLBACK, LATER
 
 _TEXT = "Text"
@@ -66,6 +70,16 @@ class RememberOptions(CacheOptions):
         BUDGET,
         help=f"{BUDGET.help} Default: 1024; under full the text and 2048 more.",
     )
+    fidelity: float | None = option(
+        "In place of --budget: the smallest that keeps this share of the text, e.g. 0.9, found in several readings.",
+        default=None,
+        metavar="SHARE",
+        read=partial(parse_share, why="Policy full keeps all."),
+        group=MEMORY,
+    )
+    no_fidelity: bool = option(
+        "Do not measure what the memory keeps of the text.", default=False, group=MEMORY, rare=True
+    )
     adapter: Mapping[str, str] = option(ADAPTER)
     json: bool = option(JSON)
 
@@ -76,6 +90,9 @@ class RememberOptions(CacheOptions):
             KVKeepError: one of them cannot be used.
         """
         check_text(self.text, kind="text")
+        if self.fidelity is not None and (self.budget is not None or self.no_fidelity):
+            other = "--no-fidelity" if self.no_fidelity else "--budget"
+            raise InputError(f"--fidelity chooses the budget by a measurement. Give --fidelity or {other}, not both.")
         super().check_values()
         if self.policy is not None:
             check_policy(self.policy)

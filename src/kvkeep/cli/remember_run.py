@@ -6,9 +6,10 @@ Bad input is refused before weights are read. Importing this module imports torc
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from shlex import quote as quoted
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -22,7 +23,9 @@ from kvkeep.cli.progress import reading
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.passages import Passages, smallest
 from kvkeep.engine.request import Result
+from kvkeep.errors import BudgetError, InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
@@ -32,7 +35,12 @@ from kvkeep.models.tokenization import Opening, Writer, check_length, noted, ope
 from kvkeep.policies import LATER
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
+from kvkeep.snapshot.fidelity import ALL, Fidelity
+from kvkeep.snapshot.fidelity import noted as noted_fidelity
+from kvkeep.snapshot.snapshot import Snapshot
 
+ENOUGH = 0.9
+"""A fidelity below which the search for a larger budget is proposed."""
 ROOM = 2048
 """Tokens of questions and answers for which a policy that keeps everything has room by default."""
 
@@ -44,16 +52,22 @@ class _Text:
     Attributes:
         ids: its token ids.
         opening: how questions follow it.
-        policy: the eviction policy.
+        policy: the eviction policy, as it was named.
+        layout: the eviction policy, and how budgets are spread over the model's layers.
         budget: tokens per layer and head.
-        position_mode: ``true`` or ``slot``.
     """
 
     ids: list[int]
     opening: Opening
     policy: Policy
+    layout: Layout
     budget: int
-    position_mode: str
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether the budget has room for every token, so that nothing is evicted."""
+        room = self.layout.room(self.budget)
+        return room is None or len(self.ids) <= room
 
 
 def serve(request: RememberOptions) -> None:
@@ -83,27 +97,141 @@ def _serve(request: RememberOptions) -> None:
     checkpoint = find(name, allow_pickle=request.allow_pickle)
     text = _prepare(checkpoint, request, policy or default_policy(checkpoint.config, LATER), content)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
-    engine = Engine(
-        writer.model,
-        checkpoint.tokenizer,
-        policy=text.policy,
-        budget=text.budget,
-        rows=1,
-        prefill_chunk=request.prefill_chunk,
-        layer_budget=request.layer_budget,
-        head_budget=request.head_budget,
-        kv_bits=request.kv_bits,
-        positions=request.positions,
-    )
-    start = time.perf_counter()
-    named = next(iter(engine.adapters), None)  # quantised weights, into which nothing is merged
-    with engine.session(adapter=named) as session, reading(writer.model, len(text.ids)):
-        result = session.read(text.ids)
-        snapshot = with_source(noted(session.snapshot(), text.opening), request.model)
-    seconds = time.perf_counter() - start
+    if request.fidelity is not None:
+        made = _searched(request, writer, text)
+    else:
+        made = _Reader(request, writer, text).read(text.budget)
     request.check_output()
-    snapshot.save(request.output)
-    _report(request, writer, text, result, seconds)
+    noted_fidelity(made.snapshot, made.fidelity).save(request.output)
+    _report(request, writer, made)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A memory that was made of a text.
+
+    Attributes:
+        text: the text, with the budget of the memory.
+        snapshot: the memory.
+        result: what the engine says of the reading.
+        fidelity: how much it keeps of what the text tells; ``None`` if that was not measured.
+        unmeasured: the reason why not.
+        seconds: of the readings, and of the measurements.
+        tried: the fidelity under each budget that was tried.
+    """
+
+    text: _Text
+    snapshot: Snapshot
+    result: Result
+    fidelity: Fidelity | None
+    unmeasured: str
+    seconds: tuple[float, float]
+    tried: Mapping[int, float] = field(default_factory=dict)
+
+
+class _Reader:
+    """Reads a text under budgets, and measures what each memory keeps of it.
+
+    Args:
+        request: the options.
+        writer: the model.
+        text: the text.
+    """
+
+    def __init__(self, request: RememberOptions, writer: Writer, text: _Text) -> None:
+        self._request, self._writer, self._text = request, writer, text
+        self._passages: Passages | None = None
+
+    def read(self, budget: int) -> _Made:
+        """Read the text under a budget, and measure its memory unless the user has forbidden it.
+
+        Raises:
+            KVKeepError: the budget cannot be used, or a step failed.
+        """
+        request, writer, text = self._request, self._writer, replace(self._text, budget=budget)
+        engine = Engine(
+            writer.model,
+            writer.checkpoint.tokenizer,
+            policy=text.policy,
+            budget=budget,
+            rows=1,
+            prefill_chunk=request.prefill_chunk,
+            layer_budget=request.layer_budget,
+            head_budget=request.head_budget,
+            kv_bits=request.kv_bits,
+            positions=request.positions,
+        )
+        start = time.perf_counter()
+        named = next(iter(engine.adapters), None)  # quantised weights, into which nothing is merged
+        with engine.session(adapter=named) as session, reading(writer.model, len(text.ids)):
+            result = session.read(text.ids)
+            snapshot = with_source(noted(session.snapshot(), text.opening), request.model)
+        read = time.perf_counter()
+        fidelity, why = self._fidelity(snapshot, text, named)
+        return _Made(text, snapshot, result, fidelity, why, (read - start, time.perf_counter() - read))
+
+    def _fidelity(self, snapshot: Snapshot, text: _Text, adapter: str | None) -> tuple[Fidelity | None, str]:
+        """Return the fidelity of a memory; or ``None``, and the reason why there is none."""
+        if self._request.no_fidelity:
+            return None, "--no-fidelity"
+        if text.keeps_all and self._request.kv_bits is None:
+            return ALL, ""
+        working = console.Heartbeat.working(lambda: "measuring what the memory keeps of the text …")
+        try:
+            with working, enough_memory(self._writer.model.device, "Give --no-fidelity, or a smaller budget."):
+                if self._passages is None:
+                    self._passages = Passages(self._writer, text.ids, adapter=adapter)
+                return self._passages.measure(snapshot, text.policy), ""
+        except KVKeepError as error:  # the memory is of use without a number
+            return None, str(error)
+
+
+def _searched(request: RememberOptions, writer: Writer, text: _Text) -> _Made:
+    """Return the memory of the smallest budget that reaches the fidelity that was asked for.
+
+    Raises:
+        InputError: no budget below the text's length can be used, or nothing can be measured.
+        KVKeepError: a step failed.
+    """
+    reader, wanted = _Reader(request, writer, text), cast(float, request.fidelity)
+    whole, made, tried = len(text.ids), dict[int, _Made](), dict[int, float]()
+    least = smallest(lambda budget: _has_room(text.layout, budget), 1, whole, factor=1.0)
+    if not _has_room(text.layout, least):
+        raise InputError(
+            f"{text.policy} protects more tokens than the {whole} that the text has, so no budget evicts any. Leave "
+            "--fidelity out, or let the policy protect fewer."
+        )
+
+    def reaches(budget: int) -> bool:
+        console.progress(f"reading under a budget of {budget} …")
+        read = reader.read(budget)
+        if read.fidelity is None:
+            raise InputError(f"No fidelity was measured: {read.unmeasured}. Give --budget in place of --fidelity.")
+        tried[budget] = read.fidelity.share
+        if enough := read.fidelity.share >= wanted:
+            made.clear()  # a larger memory, which nobody needs any more
+            made[budget] = read
+        return enough
+
+    budget = smallest(reaches, least, whole)
+    if budget not in made:  # the whole text, which need not be read to know that it reaches it
+        made[budget] = reader.read(budget)
+        if tried:  # as of a text that is longer than the model can quote from
+            most = max(tried)
+            console.note(
+                f"the memory has room for the whole text, since {most} of its {whole} tokens keep "
+                f"{tried[most]:.0%}, less than {wanted:.0%}"
+            )
+    return replace(made[budget], tried=tried)
+
+
+def _has_room(layout: Layout, budget: int) -> bool:
+    """Return whether every layer's budget has room for what the policy protects."""
+    try:
+        layout.check_pins(budget, ())
+    except BudgetError:
+        return False
+    return True
 
 
 def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, content: str) -> _Text:
@@ -114,24 +242,27 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
     """
     ids, opening = opened(checkpoint, content, system=request.system, raw=request.raw)
     check_length(checkpoint, len(ids), 1)
+    if request.fidelity is not None and not policy.evicts:
+        raise InputError(f"{policy} keeps all of a text, and --fidelity is for policies that evict. Leave one out.")
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
-    check_room(layout, budget, len(ids), 1)
-    mode = layout.positions
+    if request.fidelity is None:  # otherwise the search asks for the budgets that there are
+        check_room(layout, budget, len(ids), 1)
     trained = checkpoint.trained_length
-    if trained and len(ids) > trained and mode == "true":
+    if trained and len(ids) > trained and layout.positions == "true":
         console.note(
             f"{len(ids)} tokens are more than the {trained} that the model was trained for. --positions slot gives "
             "tokens their rank in the memory instead."
         )
-    return _Text(ids, opening, policy, budget, mode)
+    return _Text(ids, opening, policy, layout, budget)
 
 
-def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
+def _report(request: RememberOptions, writer: Writer, made: _Made) -> None:
     """Print what was written, as JSON or in words."""
-    size, memory = request.output.stat().st_size, result.memory_usage
+    size, memory, text = request.output.stat().st_size, made.result.memory_usage, made.text
     if request.json:
+        measured = None if made.fidelity is None else asdict(made.fidelity)
         console.write_json(
             {
                 "file": str(request.output),
@@ -146,10 +277,13 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
                 "layer_budget": request.layer_budget or text.policy.defaults.layer_budget,
                 "head_budget": request.head_budget,
                 "kv_bits": request.kv_bits,
-                "positions": text.position_mode,
+                "positions": text.layout.positions,
                 "tokens": len(text.ids),
-                "seconds": seconds,
+                "seconds": made.seconds[0],
                 "memory": {**asdict(memory), "compression": memory.compression},
+                "fidelity": measured,
+                "fidelity_seconds": made.seconds[1],
+                "budgets_tried": made.tried,
             }
         )
         return
@@ -161,11 +295,21 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
     screen.print(
         console.facts(
             {
-                "text": f"{console.count(len(text.ids), 'token')} read in {console.show_seconds(seconds)}",
+                "text": f"{console.count(len(text.ids), 'token')} read in {console.show_seconds(made.seconds[0])}",
                 "policy": f"{label(text.policy)}, budget {text.budget}; {writer.dtype} on {writer.device}",
                 "memory": f"{console.show_bytes(size)} in {request.output}; {full} in a full cache, {kept}",
+                "fidelity": _fidelity_words(request, made),
             }
         )
     )
     file = quoted(str(request.output))
     screen.print(f"\n    kvkeep generate {weights}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied
+
+
+def _fidelity_words(request: RememberOptions, made: _Made) -> str:
+    """Return in words what a memory keeps of the text, and how to get more where that is little."""
+    if made.fidelity is None:
+        return f"not measured: {made.unmeasured}"
+    if request.fidelity is None and made.fidelity.share < ENOUGH:
+        return f"{made.fidelity}; --fidelity {ENOUGH} finds the budget that keeps {ENOUGH:.0%}"
+    return f"{made.fidelity}"

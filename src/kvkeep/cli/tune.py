@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,27 +22,11 @@ from kvkeep.cli.options import (
     parse_budgets,
     parse_head_budget,
     parse_layer_weights,
-    parse_number,
+    parse_share,
     parse_tokens,
 )
-from kvkeep.errors import InputError
 
 _QUALITY, _SEARCH = "Quality", "Search"
-
-
-def _share(text: str, option: str) -> float:
-    """Return the value of ``--target`` as a share.
-
-    Raises:
-        InputError: the text is no share between 0 and 1; no number of questions could show a share of 1.
-    """
-    number = parse_number(text[:-1], option) / 100 if text.endswith("%") else parse_number(text, option)
-    if not 0 < number < 1:
-        raise InputError(
-            f"{option} {text} is not a share between 0 and 1, such as 0.98 or 98%. No number of questions can show "
-            "that all of the full cache's quality is kept."
-        )
-    return number
 
 
 def _heads(text: str | None, option: str) -> tuple[str | None, ...]:
@@ -68,7 +53,7 @@ class TuneOptions(ModelOptions):
     )
     target: float = option(
         "Share of the full cache's quality to keep with 95 % confidence: 0.98, or 98%.",
-        read=_share,
+        read=partial(parse_share, why="No number of questions can show that all of the full cache's quality is kept."),
         default="0.98",
         metavar="SHARE",
         group=_QUALITY,
