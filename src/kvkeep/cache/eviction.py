@@ -70,7 +70,7 @@ def may_stay(
 
 
 def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
-    """Return the fewest slots that each head needs: for its pinned tokens, sinks and recent tokens; at most the mean."""
+    """Return the fewest slots that each head needs for its pinned tokens, sinks and recent tokens, at most the mean."""
     pins = view.pins
     assert pins is not None
     view = replace(view, budget=mean)

@@ -79,7 +79,7 @@ def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: in
     if len(ends) > _MOST_PLACES:
         raise ParameterError(
             "drop_message",
-            f"names messages at {len(ends)} places, and {_MOST_PLACES} are looked for: leave them out of the conversation",
+            f"names messages at {len(ends)} places, and {_MOST_PLACES} are looked for: leave messages out of the body",
         )
     borders = sorted(told + border for border in ends)
     starts = served.message_starts(messages, borders, tools=parameters.described, template=parameters.template)
