@@ -15,6 +15,7 @@ from kvkeep.errors import InputError, PolicyError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
 from kvkeep.openai.requests import OWN, ignored
 from kvkeep.parameters import Parameter
+from kvkeep.policies.base import own_options
 from kvkeep.policies.registry import available, parse
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
 from kvkeep.server.settings import ServerSettings
@@ -423,12 +424,19 @@ def _first(error: ValidationError) -> RefusalError:
 
 
 def check_policy(name: str) -> None:
-    """Refuse a policy that is not registered: a client must not name Python modules of the server's machine.
+    """Refuse a policy that is not registered, and one with a file: a client must not name Python modules of the
+    server's machine, nor find out which files it has.
 
     Raises:
-        PolicyError: there is no such policy, or an option of it is unknown.
+        PolicyError: there is no such policy, an option of it is unknown, or names a file.
     """
     if name.partition(":")[0] not in available():
         parse(name.partition(":")[0])  # raises, with the names that are alike
         raise PolicyError(f"There is no policy {name[:60]!r}.")
-    parse(name)
+    policy = parse(name)
+    for field in own_options(type(policy)):
+        if field.metadata.get("file") and getattr(policy, field.name) != field.default:
+            raise PolicyError(
+                f"{field.name} names a file, which a request must not do. Leave `policy` out to run under the "
+                "server's, which may have one."
+            )
