@@ -22,6 +22,8 @@ from kvkeep.server.settings import ServerSettings
 
 # Parts of bodies that the OpenAPI document describes, and that are checked where they are read.
 
+_TYPES = ("bool", "int", "float", "str")
+"""Members of unions, which pydantic names in the place of a mistake."""
 _TEXT: dict[str, Any] = {"type": "string"}
 _OBJECT: dict[str, Any] = {"type": "object"}
 _FUNCTION = {
@@ -412,15 +414,23 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """Return the refusal for the first error of a schema's validation."""
-    mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # pydantic also puts names of union members into the path, which mean nothing to clients
-    place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
-    reason = mistake["msg"][:1].lower() + mistake["msg"][1:]
+    """Return the refusal for the first error of a schema's validation. What may have several types has several."""
+    mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+    name = _named(mistakes[0]["loc"])
+    reasons = [
+        mistake["msg"][:1].lower() + mistake["msg"][1:] for mistake in mistakes if _named(mistake["loc"]) == name
+    ]
+    reason = ", or ".join(dict.fromkeys(reasons[:4]))
     if not name:
         return refusal_of(InputError(f"the body cannot be used: {reason}"))
     return parameter(name, f"is refused: {reason}")
+
+
+def _named(place: tuple[int | str, ...]) -> str:
+    """Return the name of a place in a body, such as ``messages[0].content``."""
+    # pydantic also puts names of union members into the path, which mean nothing to clients
+    parts = [part for part in place if isinstance(part, int) or (part.isidentifier() and part not in _TYPES)]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")[:80]
 
 
 def check_policy(name: str) -> None:
