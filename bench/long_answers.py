@@ -10,7 +10,8 @@ One GPU day (Qwen3-8B, not measured yet):
     python bench/long_answers.py Qwen/Qwen3-8B --text NOVEL --output DIR --calibration queries.pt --device cuda
         --prompts 128,512 --new 8000 --budgets 512,1024,2048 --limit 4
 
-Runs `kvkeep eval --tasks agreement` for each length of the prompt and each budget, in a folder of its own under DIR.
+Answers are drawn, since those of the likeliest tokens repeat themselves on small models, which any policy follows. Runs
+`kvkeep eval --tasks agreement` for each length of the prompt and each budget, in a folder of its own under DIR.
 The same command goes on where it stopped. Policies that cannot keep the prompt in a budget are left out, and named. The
 full cache's logits stay in main memory: prompts x new tokens x vocabulary numbers of the model's dtype.
 """
@@ -27,21 +28,13 @@ from lib import report
 
 import kvkeep
 from kvkeep.errors import BudgetError
+from kvkeep.policies import CONVERSATION, DEFAULT
 from kvkeep.policies._keep_prompt import check_budget, check_read, keeping
 from kvkeep.policies.registry import label
 from kvkeep.result_files import ROWS
 
 POLICIES = (
-    *(
-        "local",
-        "streaming_llm",
-        "h2o",
-        "scissorhands",
-        "ahakv",
-        "tova",
-        "snapkv:decode=score,window=8,kernel=13,recent=64",
-        "rkv",
-    ),
+    *("local", "streaming_llm", "h2o", "scissorhands", "ahakv", "tova", DEFAULT, CONVERSATION, "rkv"),
     *("random:buffer=64,recent=64", "vase"),
 )
 
@@ -69,7 +62,7 @@ def run(options: argparse.Namespace, prompt: int, budget: int) -> None:
         print(f"{policy} is left out: a budget of {budget} cannot hold it with a prompt of {prompt}", file=sys.stderr)
     lengths = ("--prompt-tokens", str(prompt), "--new-tokens", str(options.new), "--limit", str(options.limit))
     words = [sys.executable, "-m", "kvkeep", "eval", options.model, "--tasks", "agreement", *lengths]
-    words += ["--text", options.text, "--policies", ",".join(["full", *policies]), "--budgets", str(budget)]
+    words += ["--draw", "--text", options.text, "--policies", ",".join(["full", *policies]), "--budgets", str(budget)]
     words += ["--device", options.device, "--dtype", options.dtype, "--no-plots"]
     subprocess.run([*words, "--output", str(folder(options, prompt, budget))], check=True, stdout=subprocess.DEVNULL)
 

@@ -258,7 +258,7 @@ SAMPLING_PARAMETERS = {
 POLICY = Parameter(
     name="policy",
     kind=str,
-    help="Eviction policy, with options as in h2o:recent=32. See [b]kvkeep policies[/b].",
+    help="Eviction policy, e.g. h2o:recent=32, see [b]kvkeep policies[/b].",
     group=MEMORY,
     metavar="POLICY",
 )
@@ -296,8 +296,7 @@ PINS = Parameter(
 KEEP_PROMPT = Parameter(
     name="keep_prompt",
     kind=float,
-    help="true: no token of a prompt is evicted, only generated ones are. 0.5: the prompt is cut to half of the budget "
-    "first. Default: false.",
+    help="Keep the prompt: true, or a share of the budget to which it is cut, e.g. 0.5. Default: false.",
     group=MEMORY,
     least=0,
     most=1,
@@ -342,8 +341,7 @@ PIN_SYSTEM = Parameter(
 PREFILL_CHUNK = Parameter(
     name="prefill_chunk",
     kind=int,
-    help="Read prompts in chunks, which bounds the memory of prefill; a question at the end is then read after "
-    "evictions. Default: whole prompts.",
+    help="Read prompts in chunks: less memory, but a question at the end is read after evictions.",
     group=MEMORY,
     least=1,
     metavar="TOKENS",

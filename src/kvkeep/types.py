@@ -70,6 +70,21 @@ class Fresh(Slots):
     """The queries' own keys and values alone, none of them padding: query ``t`` sees the first ``t + 1``."""
 
 
+class Ranges(NamedTuple):
+    """The range of each head in the pool of its row.
+
+    Attributes:
+        starts: the first entry.
+        sizes: the number of entries.
+        width: the most entries of a head, where positions and the policy's state lie in the pool, too; 0: they lie side
+            by side.
+    """
+
+    starts: Int[Tensor, "B Hk"]
+    sizes: Int[Tensor, "B Hk"]
+    width: int = 0
+
+
 class Queries(NamedTuple):
     """New queries before their rotation, and their true positions, `EMPTY` for padding."""
 

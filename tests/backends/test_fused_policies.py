@@ -11,13 +11,14 @@ from conformance.dummy_backend import DummyBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
-from kvkeep.attention_stats import Mass
-from kvkeep.backends import SWITCH
+from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends import SWITCH, SlotLimits
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.cache import decode_replay
 from kvkeep.cache.decode_replay import CachedStatistic, DecodePath, why_not_fused
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.kv import ranking
 from kvkeep.policies import registry
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.base import MassSums
@@ -31,6 +32,8 @@ def told():
         if sums is not None:
             options = ",".join(f"{option}={value}" for option, value in sums.only.items())
             yield kvkeep.parse(f"{name}:{options}" if options else name)
+    for name in ("snapkv", "pyramidkv", "adakv"):
+        yield kvkeep.parse(f"{name}:decode=score")
     yield kvkeep.parse("h2o:decay=0.75,recent=3")
 
 
@@ -51,14 +54,21 @@ def test_what_a_policy_says_of_its_sums_is_what_it_does(policy):
         layer=0,
         sequences=torch.zeros(4, dtype=torch.int64),
     )
-    mass = torch.rand(4, 2, 37, generator=g) * (view.new > 0)[:, None, None]
+    wanted = policy.wants(view)
+    adds = (view.new > 0)[:, None, None] * float(not isinstance(wanted, Nothing))
+    mass = torch.rand(4, 2, 37, generator=g) * adds
     state = {name: torch.rand(4, 2, 37, generator=g) for name in policy.slots}
-    fade = (getattr(policy.wants(view), "decay", 1.0) ** view.new)[:, None, None]
+    state |= {name: torch.rand(4, 2) for name in policy.summaries}
+    fade = (getattr(wanted, "decay", 1.0) ** view.new)[:, None, None]
     after = policy.observe(state, view, Report({"mass": mass}))
     assert after.keys() == state.keys()
+    assert all(after[name] is state.pop(name) for name in policy.summaries)
     for name, tensor in state.items():
         torch.testing.assert_close(after[name], tensor * fade + mass)
     want = positions.float() if policy.sums.score is None else after[policy.sums.score]
+    if policy.sums.slides:
+        limits = SlotLimits(view.seen, *policy.protected(view.budget), prompt=view.prompt)
+        want = ranking.chosen_last(want, positions, limits.prompt[:, None] - limits.recent)
     assert torch.equal(policy.score(view, after), want)
     assert set(policy.slots.values()) <= {0.0}
     assert why_not_fused(policy, DummyBackend()) is None

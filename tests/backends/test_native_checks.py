@@ -194,7 +194,7 @@ SEEN = torch.tensor([S, S])
 
 def evicted(positions=None, score=SCORES, seen=SEEN, **changes):
     positions = held() if positions is None else positions
-    done = ops.evict(positions, score, seen, **{"sinks": 1, "recent": 2, "limit": 4, **changes})
+    done = ops.evict(positions, score, SlotLimits(seen, **{"sinks": 1, "recent": 2, "stay": 4, **changes}))
     return done, positions
 
 
@@ -204,10 +204,12 @@ SLOTS = {
     "scores of another type": {"score": SCORES.double()},
     "tokens seen as floats": {"seen": SEEN.float()},
     "tokens seen by fewer rows": {"seen": SEEN[:1]},
-    "limits as floats": {"limit": torch.full((B, 1), 4.0)},
-    "limits of fewer rows": {"limit": torch.full((1, HK), 4)},
-    "limits of fewer heads": {"limit": torch.full((B, HK - 1), 4)},
-    "limits on another device": {"limit": torch.full((B, HK), 4, device="meta")},
+    "limits as floats": {"stay": torch.full((B, 1), 4.0)},
+    "limits of fewer rows": {"stay": torch.full((1, HK), 4)},
+    "limits of fewer heads": {"stay": torch.full((B, HK - 1), 4)},
+    "limits on another device": {"stay": torch.full((B, HK), 4, device="meta")},
+    "prompts of fewer rows": {"prompt": SEEN[:1]},
+    "prompts as floats": {"prompt": SEEN.float()},
     "recent tokens of fewer rows": {"recent": torch.tensor([[2]])},
     "recent tokens as floats": {"recent": torch.full((B, 1), 2.0)},
 }
@@ -230,8 +232,8 @@ def test_windows_and_counts_leave_to_torch_what_does_not_fit(library):
 
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_numbers_of_any_whole_type_mean_the_same(dtype):
-    want = evicted(recent=torch.full((B, 1), 2), limit=torch.full((B, HK), 4))
-    found = evicted(seen=SEEN.to(dtype), recent=torch.full((B, 1), 2).to(dtype), limit=torch.full((B, HK), 4).to(dtype))
+    want = evicted(recent=torch.full((B, 1), 2), stay=torch.full((B, HK), 4))
+    found = evicted(seen=SEEN.to(dtype), recent=torch.full((B, 1), 2).to(dtype), stay=torch.full((B, HK), 4).to(dtype))
     assert found[0]
     assert want[0]
     assert torch.equal(found[1], want[1])
@@ -253,7 +255,9 @@ def test_numbers_beyond_32_bits_protect_everything_instead_of_nothing(number):
 def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monkeypatch):
     """Their addresses are handed over: freed before the call, they would be read after something else is there."""
     call = ops._slots(held(), SEEN.int(), recent=torch.full((B, 1), 2).int(), limit=torch.full((B, HK), 4).int())
-    assert [tensor.dtype for tensor in call.tensors] == [torch.int64] * 3
+    assert [tensor.dtype for tensor in call.tensors[:3]] == [torch.int64] * 3
+    given = {"recent": 2, "limit": 4, "prompt": SEEN.int()}
+    assert ops._slots(held(), SEEN.int(), **given).tensors[-1].dtype == torch.int64
 
 
 def tallied(**changes):

@@ -19,12 +19,25 @@ from kvkeep.backends.triton import decode, launch, prefill, slots
 
 SMALL = {"G": 3, "E": 32, "BLOCK_E": 32}
 FLAGS = ("CAPPED", "KEEPS", "APPENDS", "SINKS", "TEMPERED", "COUNTED", "GAINS", "NEWEST", "LIVE", "REPORTS", "BY_SUM")
-FLAGS += ("LOSES", "RECENTS", "LIMITS", "SLIDES", "SCORED", "WINDOWED", "SUNK", "GAINED", "MIXED", "BOUNDED", "LOW")
+FLAGS += (
+    "LOSES",
+    "RECENTS",
+    "LIMITS",
+    "SLIDES",
+    "CHOSEN",
+    "SCORED",
+    "WINDOWED",
+    "SUNK",
+    "GAINED",
+    "MIXED",
+    "BOUNDED",
+    "LOW",
+)
 TYPES = {
     "{half}": "query keys values new_keys new_values out key_scales value_scales",
     "*fp32": "mixes bounds logits sinks mass extra gains total other scores lost",
     "*i32": "positions",
-    "*i64": "now counted newest ages recents limits",
+    "*i64": "now counted newest ages recents limits prompts",
     "fp32": "scaling softcap gain log_decay theta keep",
 }
 PREFILL = {

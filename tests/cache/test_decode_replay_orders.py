@@ -22,6 +22,8 @@ POLICIES = (
     "h2o:graduate=compete",
     "h2o:decay=0.9",
     "snapkv:decode=score,window=2",
+    "snapkv:window=3",
+    "reread:recent=4,sinks=2",
 )
 CHANGES = ("padded", "prompt", "probe", "rows", "other rows", "soft cap", "wrong rows", "wrong dtype", "clear")
 OTHERS = ("move", "widen", "budget", "reset", "hold", "inference", "grad")
@@ -35,7 +37,7 @@ class Twins:
         draw = self.draw = random.Random(seed)
         policy, bits = draw.choice(POLICIES), draw.choice([None, None, "8", "k8v4"])
         self.window = draw.choice([None, None, 8]) if policy != "full" else None
-        budget = 400 if policy == "full" else draw.choice([12, 20, [10, 12, 14]])
+        budget = 400 if policy == "full" else draw.choice([12, 20, [10, 12, 14], [(12, 9), (15, 11), (10, 20)]])
         self.layers = [Layer(kvkeep.parse(policy), budget, window=self.window, kv_bits=bits) for _ in range(2)]
         self.layers[1].paths.may_record = lambda *_, **__: False
         self.seed, self.rows, self.dtype = 1000 * seed, 3, draw.choice([torch.float32, torch.bfloat16])
@@ -91,7 +93,7 @@ class Twins:
             self.both(lambda layer: layer.block.clear_row(1))
         elif name == "move":
             self.both(lambda layer: layer.block.move_row(0, 1))
-        elif name == "widen":
+        elif name == "widen" and not block.store.tables():  # a pool is divided anew, and not widened
             capacity = block.store.capacity + 3
             self.both(lambda layer: layer.block.widen(capacity))
         elif name == "budget" and isinstance(block.budget, int) and block.budget < 100:

@@ -67,7 +67,7 @@ class DummyBackend(Backend):
                 positions[at][ranking.weakest(shielded[at][None, None], positions[at][None, None]).flatten()] = EMPTY
 
     def step(self, step):
-        query, slots, new, now, statistic, options, added, limits = step
+        query, slots, new, now, statistic, options, added, limits, _ = step
         slot = self.append(slots, *new, now)
         out, report = self.attend(AttentionInputs(query, Slots(*slots), now, statistic=statistic, options=options))
         for state in added.states:

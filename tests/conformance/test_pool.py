@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from kvkeep.attention_stats import Low, Mass
+from kvkeep.attention_stats import Low, Mass, Nothing
 from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_pool
-from kvkeep.kv.pooled_store import PoolSlots, indices
+from kvkeep.kv.pooled_store import PoolSlots, indices, put_back, side_by_side, to_heads
 from kvkeep.kv.slot_codec import Vectors
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Slots
+from kvkeep.types import AttentionOptions, Ranges, Slots
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, backend_of, on, token
 
@@ -38,13 +38,13 @@ def laid(slots, sizes=SIZES):
             start, size = int(starts[row, head]), int(sizes[row, head])
             pool[row, start : start + size] = held[row, head, :size]
         pools.append(pool)
-    pool = PoolSlots.of(vectors(*pools), positions.clone(), (starts, sizes.clone()), index)
+    pool = PoolSlots.of(vectors(*pools), positions.clone(), Ranges(starts, sizes.clone()), index)
     return pool, slots._replace(positions=positions)
 
 
 def moved(pool, name):
     """Slots in a pool where a backend works."""
-    parts = (*pool.pool.tensors.values(),), pool.positions, (pool.starts, pool.sizes), pool.entries
+    parts = (*pool.pool.tensors.values(),), pool.positions, Ranges(pool.starts, pool.sizes), pool.entries
     pools, *others = on(name, *parts)
     return PoolSlots.of(vectors(*pools), *others)
 
@@ -150,19 +150,54 @@ def test_a_fused_step_over_ranges_is_that_over_slots_side_by_side(window, rotati
     assert torch.equal(pool.values[held], plain.values[held])
 
 
+@pytest.mark.parametrize("statistic", [Mass(), Nothing()], ids=["mass", "nothing"])
+@pytest.mark.parametrize("window", [None, 3000])
+@pytest.mark.parametrize("rotation", [None, ROTATION], ids=["true", "slot"])
+def test_a_fused_step_in_a_whole_pool_is_that_over_slots_side_by_side(statistic, window, rotation):
+    """Positions and sums lie in the pool as well, and nothing beyond a head's range is read or written."""
+    query, pool, plain, now = given()
+    where = (pool.sizes - 1)[..., None]
+    plain.positions.scatter_(-1, where, -1)
+    numbers = torch.full(pool.pool.tensors["keys"].shape[:2], 7), torch.full(pool.pool.tensors["keys"].shape[:2], 9.0)
+    entries, sums = numbers[0].int(), numbers[1]
+    put_back(entries, pool.entries, plain.positions)
+    entries[:, -1] = 7  # of no head: a victim, if it were a slot
+    owned = torch.zeros(entries.shape, dtype=torch.bool)
+    put_back(owned, pool.entries, torch.arange(S) < pool.sizes[..., None])
+    inner = pool.pool.each(lambda held: to_heads(held, 2)).slots(to_heads(entries, 2))
+    stay = (plain.positions >= 0).sum(dim=-1).clamp(min=1)
+    limits = SlotLimits(now[:, 0] + 1, 1, stay // 2, stay, window, torch.arange(6) * 900)
+    new, backend, found = (torch.randn(6, 2, 1, 32), torch.randn(6, 2, 1, 32)), backend_of("native"), []
+    backend = backend if rotation is None else backend.at_ranks(rotation)
+    options = dataclasses.replace(PLAIN, window=window)
+    laid_sums, ranges = torch.full((6, 2, S), 9.0), Ranges(pool.starts, pool.sizes, S)
+    for slots, states, where in ((inner, to_heads(sums, 2), ranges), (plain, laid_sums, None)):
+        lost = torch.zeros(6, 2, 2)
+        added = Added((states,), is_score=False, lost=lost)
+        out = backend.step(FusedStep(query, slots, new, now, statistic, options, added, limits, where))
+        assert out is not None
+        found.append((out, lost))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    inside = torch.arange(S) < pool.sizes[..., None]
+    assert torch.equal(side_by_side(entries, pool.entries)[inside], plain.positions[inside])
+    assert torch.equal(side_by_side(sums, pool.entries)[inside], laid_sums[inside])
+    assert entries[~owned].eq(7).all()
+    assert sums[~owned].eq(9.0).all()
+    held = plain.positions == NOW
+    for lying, beside in zip((pool.keys, pool.values), plain[:2], strict=True):
+        assert torch.equal(lying[held], beside[held])
+        assert held.any()
+
+
 def test_a_batch_of_ranges_is_each_row_alone():
     query, pool, _, now = given()
     backend = backend_of("native")
     out, report = backend.attend(AttentionInputs(query, pool, now, statistic=Mass(), options=PLAIN))
     for row in range(6):
         part = slice(row, row + 1)
-        parts = (*pool.pool.tensors.values(),), pool.positions, (pool.starts, pool.sizes)
-        pools, positions, ranges = (_part(thing, part) for thing in parts)
-        one = PoolSlots.of(vectors(*pools), positions, ranges, indices(*ranges, width=S, pool=pools[0].shape[1]))
+        pools, positions = [held[part] for held in pool.pool.tensors.values()], pool.positions[part]
+        ranges = Ranges(pool.starts[part], pool.sizes[part])
+        one = PoolSlots.of(vectors(*pools), positions, ranges, indices(*ranges[:2], width=S, pool=pools[0].shape[1]))
         got, mass = backend.attend(AttentionInputs(query[part], one, now[part], statistic=Mass(), options=PLAIN))
         assert torch.equal(got, out[part])
         assert torch.equal(mass.mass, report.mass[part])
-
-
-def _part(thing, rows):
-    return tuple(one[rows] for one in thing) if isinstance(thing, tuple) else thing[rows]

@@ -9,7 +9,7 @@ from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_codes, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
 from kvkeep.kv.slot_codec import KV_BITS, LazySlots, Vectors, encode, encode_keys
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Ranges
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, SLOW, backend_of, check_alike, on, token
 from .test_pool import ASKED, PLAIN, ROTATION, SIZES, S
@@ -31,7 +31,7 @@ def laid(slots, kv_bits, sizes=SIZES):
         for name, pool in pools.items():
             pool[row, start : start + size] = held[name][row, head, :size]
     dtypes = slots.keys.dtype, slots.values.dtype
-    pool = PoolSlots.of(Vectors(pools, dtypes, bits), positions.clone(), (starts, sizes.clone()), index)
+    pool = PoolSlots.of(Vectors(pools, dtypes, bits), positions.clone(), Ranges(starts, sizes.clone()), index)
     return pool, Vectors(held, dtypes, bits).slots(positions)
 
 
@@ -43,7 +43,7 @@ def moved(slots, name):
         tensors |= {"values": parts[1].numbers, "value_scales": parts[1].scales}
         vectors = Vectors(tensors, (slots.dtype, slots.dtype), (parts[0].bits, parts[1].bits))
         return _there(vectors, name).slots(*on(name, slots.positions))
-    parts = on(name, slots.positions, (slots.starts, slots.sizes), slots.entries)
+    parts = on(name, slots.positions, Ranges(slots.starts, slots.sizes), slots.entries)
     return PoolSlots.of(_there(slots.pool, name), *parts)
 
 
@@ -171,8 +171,8 @@ def test_a_batch_of_ranges_is_each_row_alone(kv_bits):
     )
     for row in range(6):
         rows = slice(row, row + 1)
-        ranges, held = (pool.starts[rows], pool.sizes[rows]), pool.pool.each(lambda x, rows=rows: x[rows])
-        index = indices(*ranges, width=S, pool=held.tensors["keys"].shape[1])
+        ranges, held = Ranges(pool.starts[rows], pool.sizes[rows]), pool.pool.each(lambda x, rows=rows: x[rows])
+        index = indices(*ranges[:2], width=S, pool=held.tensors["keys"].shape[1])
         one = PoolSlots.of(held, pool.positions[rows], ranges, index)
         got, mass = backend.attend(AttentionInputs(query[rows], one, now[rows], statistic=Mass(), options=PLAIN))
         assert torch.equal(got, out[rows])

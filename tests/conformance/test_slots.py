@@ -110,6 +110,21 @@ def test_evict_takes_the_victim_of_the_definition(backend, sinks, recent, stay):
         assert torch.equal(positions, want)
 
 
+@pytest.mark.parametrize("recent", RECENT)
+def test_evict_takes_the_chosen_tokens_of_a_prompt_last(backend, recent):
+    """Some rows have no other token to go, and prompts end before, among and behind the tokens that are held."""
+    for seed in range(6) if backend.name not in SLOW else range(2):
+        prompt, stay = torch.tensor([0, 40, 90, 111, 60, 5]), STAY["per row"]
+        positions, score, *given = on(backend.name, *rated(seed), prompt, stay, RECENT[recent])
+        prompt, stay, newest = given
+        seen = positions.amax(dim=(1, 2)).long() + 1
+        limits = SlotLimits(seen, 3, newest, stay, prompt=prompt)
+        want = positions.clone()
+        REFERENCE.evict(want, score, limits)
+        backend.evict(positions, score, limits)
+        assert torch.equal(positions, want)
+
+
 @pytest.mark.parametrize("stay", STAY)
 def test_is_over_where_some_head_holds_more_than_its_limit(backend, stay):
     for seed, more in itertools.product(range(3), (0, 20, 40)):
@@ -168,9 +183,12 @@ LIMITS = {
     "per row": {"stay": torch.tensor([[20], [18], [30], [3], [2], [0]]), "recent": torch.arange(B)[:, None]},
     "per head": {"stay": torch.arange(B * Hk).view(B, Hk) + 8, "sinks": 2},
     "a window": {"stay": 18, "window": 60},
+    "chosen tokens": {"stay": torch.arange(B * Hk).view(B, Hk) + 8, "prompt": torch.arange(B) * 20, "recent": 5},
 }
 SUMS = {
     "none, by position": (Nothing(), 0, False),
+    "one that stays, by position": (Nothing(), 1, False),
+    "two that stay": (Nothing(), 2, True),
     "one": (Mass(), 1, True),
     "one, by position": (Mass(), 1, False),
     "two that fade": (Mass(decay=0.5, last=torch.full((B,), 120)), 2, True),
@@ -180,6 +198,8 @@ SUMS = {
 
 FUSED = [
     ("none, by position", "a number"),
+    ("one that stays, by position", "chosen tokens"),
+    ("two that stay", "chosen tokens"),
     ("one", "nothing goes"),
     ("one", "per row"),
     ("one, by position", "per head"),
@@ -199,17 +219,18 @@ def ordered(slots, states):
 
 def parts(step):
     """Make a step as `Backend.step` is defined."""
-    query, slots, new, now, statistic, options, added, limits = step
+    query, slots, new, now, statistic, options, added, limits, _ = step
     slot = REFERENCE.append(slots, *new, now)
     out, report = REFERENCE.attend(AttentionInputs(query, slots, now, statistic=statistic, options=options))
     fade = torch.where(now >= 0, getattr(statistic, "decay", 1.0), 1.0)[:, :, None]
     for state in added.states:
         state.scatter_(-1, slot, 0.0)
-        state.copy_(state * fade + report.mass)
+        if report.sums:
+            state.copy_(state * fade + report.mass)
     if limits.window is not None:
         REFERENCE.expire(slots.positions, limits.seen, limits.window)
     score = added.states[0] if added.is_score else slots.positions.float()
-    REFERENCE.evict(slots.positions, score, SlotLimits(limits.seen, limits.sinks, limits.recent, limits.stay))
+    REFERENCE.evict(slots.positions, score, limits)
     return out
 
 

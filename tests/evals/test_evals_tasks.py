@@ -219,6 +219,15 @@ def test_agreement_along_long_answers_after_short_prompts():
     task = load(Agreement, replace(OPTIONS, prompt_tokens=5, new_tokens=30))
     assert (task.ids.shape[1], task.new) == (5, 30)
     assert list(task.cases()) == ["prompt=5,new=30"]
+    drawn, again, other = (
+        load(Agreement, replace(OPTIONS, prompt_tokens=5, new_tokens=30, draw=True, seed=seed)) for seed in (1, 1, 2)
+    )
+    assert list(drawn.cases()) == ["prompt=5,new=30,drawn"]
+    for made in (drawn, again, other):
+        made.prepare(writer())
+    texts = [made.references[0].tokens.tolist() for made in (drawn, again, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert run(drawn, "full", [35] * len(drawn.ids)).score["kl"] == 0.0
     with pytest.raises(InputError, match="new_tokens=0"):
         Options(new_tokens=0)
 

@@ -52,6 +52,8 @@ def by_hand(steps, window):
     sums = torch.zeros(CASE.rows, CASE.heads, 4, dtype=torch.float64)
     for phase, positions, mass, seen, kept in steps:
         first = 0 if phase is Phase.PREFILL else 2
+        if mass is None:  # a generated token, of which the policy asks nothing
+            continue
         for row in range(CASE.rows):
             for head in range(CASE.heads):
                 stays = set(kept[row, head].tolist())

@@ -14,12 +14,17 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep.backends.native import layer_ops, native
 from kvkeep.backends.native.layer_ops import ModelStep
+from kvkeep.cache.decode_replay import DecodePaths
 from kvkeep.cache.hf_layers import handed
+from kvkeep.kv.block import Block
+from kvkeep.kv.joint_block import PartBlock
 from kvkeep.policies import DEFAULT
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
 POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:decay=0.9", DEFAULT, "scissorhands")
+OF_LATER = ("snapkv", "reread", "reread:later", "reread:chat", "adakv:window=8", "pyramidkv:window=8", "ahakv")
+"""Policies whose generated tokens slide, whose heads share slots, or whose rows have numbers of their own."""
 
 
 CALLS = []
@@ -131,6 +136,62 @@ def test_under_every_kind_of_policy(policy, options, calls):
         pair.feed()
     told = policy in {"h2o:decay=0.9", "scissorhands"} or pair.caches[0].position_mode == "slot"
     assert len(calls) == (0 if told else 2 * 19)
+
+
+@pytest.mark.parametrize("policy", OF_LATER)
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"kv_bits": "k8v4"}, {"head_budget": "global:0.2"}])
+def test_policies_for_later(policy, options, calls):
+    pair = Pair(attached(), policy, **{"budget": 40, **options})
+    for T in (75, 30):
+        pair.feed(T)
+        for _ in range(8):
+            pair.feed()
+    assert len(calls) == 2 * 2 * 7
+
+
+def told(model, policy, **options):
+    """The tokens of texts in two rows that come and go, of conversations, and of copies and rewound ones of these."""
+    engine, draw = kvkeep.Engine(model, policy=policy, budget=24, rows=2, **options), random.Random(0)
+
+    def asked(n, new):
+        ids = [draw.randrange(3, 90) for _ in range(n)]
+        return kvkeep.Request(prompt=ids, sampling=kvkeep.SamplingParams(max_new_tokens=new), ignore_end=True)
+
+    found = engine.generate([asked(n, draw.randint(3, 9)) for n in (40, 33, 90, 12, 57)])
+    session = engine.session()
+    found.append(session.ask(asked(50, 6)))
+    kept, (other,) = session.snapshot(), session.fork()
+    found += [session.ask(asked(8, 6)), other.ask(asked(5, 6))]
+    session.rewind(kept)
+    found += [session.ask(asked(30, 6)), session.ask(asked(1, 6)), *engine.generate([asked(40, 6)])]
+    return [result.token_ids for result in found]
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=str)
+@pytest.mark.parametrize("policy", ["reread:later", "snapkv:window=4", "adakv:window=4"])
+def test_engines_whose_rows_come_and_go(policy, options, calls, monkeypatch):
+    model = attached()
+    replayed = told(model, policy, **options)
+    assert len(calls) > 40
+    monkeypatch.setattr(DecodePaths, "may_record", lambda *_: False)
+    assert told(model, policy, **options) == replayed
+    monkeypatch.setattr(DecodePaths, "why_not_fused", lambda *_: "the test asks the policy")
+    assert told(model, policy, **options) == replayed
+
+
+def test_heads_of_all_layers_share_slots_beside_sliding_windows(calls):
+    pair = Pair(
+        attached(
+            "gemma3", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=9, num_hidden_layers=4
+        ),
+        "reread:later",
+        budget=24,
+    )
+    pair.feed(60)
+    for _ in range(12):
+        pair.feed()
+    assert {type(layer.block) for layer in pair.caches[0].bounded_layers().values()} == {Block, PartBlock}
+    assert len(calls) == 4 * 11
 
 
 def test_sliding_windows(calls):
@@ -438,7 +499,13 @@ CHANGES = ("prompt", "rows", "reset", "weights", "threads", "mode", "padded")
 def test_random_orders(seed):
     draw = random.Random(seed)
     model = attached(draw.choice(["llama", "qwen2", "qwen3"]), draw.choice([torch.float32, torch.bfloat16]))
-    pair = Pair(model, draw.choice(POLICIES), rows=draw.randint(1, 5), budget=100, kv_bits=draw.choice([None, "8"]))
+    pair = Pair(
+        model,
+        draw.choice((*POLICIES, *OF_LATER)),
+        rows=draw.randint(1, 5),
+        budget=100,
+        kv_bits=draw.choice([None, "8"]),
+    )
     pair.feed(12)
     usual = torch.get_num_threads()
     try:

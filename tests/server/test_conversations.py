@@ -231,11 +231,11 @@ JOINED = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
         ("fresh", "reread:chat", False),
     ],
 )
-def test_modes_of_a_memory_that_has_evicted(mode, policy, goes_on):
+def test_modes_of_a_memory_that_has_evicted(mode, policy, goes_on, monkeypatch):
     """Under ``auto`` a memory goes on if its policy keeps tokens for any later question."""
     with serve(budget=40, engine={**MEMORY, "policy": policy, "conversations": mode}) as server:
         # the answer's text becomes the tokens that the model wrote
-        server.served.checkpoint.tokenizer.chat_template = JOINED
+        monkeypatch.setattr(server.served.checkpoint.tokenizer, "chat_template", JOINED)
         found, _ = talk(server, (A, B, C, B), max_tokens=12, guided_choice=["dog"])
         reads = [cached(one) for one in found]
         assert (reads[-1] > found[-2]["usage"]["prompt_tokens"]) == goes_on

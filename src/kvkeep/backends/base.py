@@ -17,8 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
+from kvkeep.kv import ranking
 from kvkeep.rotary import Rotation, TextRotation
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import AttentionOptions, Budget, Ranges, Report, Slots
 
 # What attention is given.
 
@@ -68,6 +69,8 @@ class SlotLimits:
         recent: number of newest positions that are protected.
         stay: slots that may stay occupied.
         window: sliding window of the layer; expired slots are emptied first.
+        prompt: length of each row's prompt, of which the tokens before the newest ``recent`` ones go after all others;
+            ``None``: scores alone decide.
     """
 
     seen: Int[Tensor, " B"]
@@ -75,6 +78,13 @@ class SlotLimits:
     recent: Budget = 0
     stay: Budget = 2**31 - 1
     window: int | None = None
+    prompt: Int[Tensor, " B"] | None = None
+
+    def ranked(self, scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+        """Return the scores by which slots go: what `prompt` and the protection make of a policy's scores."""
+        if self.prompt is not None:
+            scores = ranking.chosen_last(scores, positions, self.prompt[:, None] - self.recent)
+        return ranking.protect(scores, positions, self.seen, sinks=self.sinks, recent=self.recent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +153,8 @@ class FusedStep(NamedTuple):
         options: what the model's attention asks for.
         added: the state that the step updates.
         limits: the slots that stay.
+        ranges: where each head's slots lie in a pool; slots and states are then those of the whole pool, for every head
+            the same. ``None``: they lie side by side. Only a backend that reads pools is given any.
     """
 
     query: Float[Tensor, "B Hq 1 D"]
@@ -153,6 +165,7 @@ class FusedStep(NamedTuple):
     options: AttentionOptions
     added: Added
     limits: SlotLimits
+    ranges: Ranges | None = None
 
 
 # A prompt read again after itself, without reading it: its own queries, turned ahead, against all of its keys.
@@ -355,7 +368,7 @@ class Backend(abc.ABC):
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty, in place, one slot of every head that holds more than its limit; ``limits.window`` is not used.
 
-        The victim is that of `kvkeep.kv.ranking.weakest` after `kvkeep.kv.ranking.protect`.
+        The victim is that of `kvkeep.kv.ranking.weakest` by the scores of `SlotLimits.ranked`.
         """
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:

@@ -143,12 +143,12 @@ class ReferenceBackend(Backend):
         """Empty the weakest slot of every head over its limit, without `ranking.weakest`, so that each checks the
         other.
         """
-        shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        ranked = limits.ranked(score, positions)
         B, Hk, _ = positions.shape
         stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)
         for row in range(B):
             for head in range(Hk):
                 held = [slot for slot, position in enumerate(positions[row, head].tolist()) if position >= 0]
                 if len(held) > stay[row, head]:
-                    worth = [(float(shielded[row, head, slot]), int(positions[row, head, slot]), slot) for slot in held]
+                    worth = [(float(ranked[row, head, slot]), int(positions[row, head, slot]), slot) for slot in held]
                     positions[row, head, min(worth)[-1]] = EMPTY

@@ -106,8 +106,7 @@ class TorchBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty the weakest slot of every head over its limit, in place."""
-        shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
-        victim = ranking.weakest(shielded, positions)
+        victim = ranking.weakest(limits.ranked(score, positions), positions)
         emptied = positions.gather(-1, victim).masked_fill(_over(positions, limits.stay), EMPTY)
         positions.scatter_(-1, victim, emptied)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.attention_stats import Nothing, Statistic
 from kvkeep.backends.base import Backend, Repeat
+from kvkeep.budget import column
 from kvkeep.kv.block import Block
 from kvkeep.policies._keep_prompt import keeps_share
 from kvkeep.policies.base import Policy
@@ -103,17 +104,10 @@ class DecodePaths:
             return "a row has pins, of which a kernel knows nothing"
         return self._not_fused
 
-    def may_record(self, block: Block, *, alone: bool) -> bool:
-        """Return whether this step may be recorded: whether the next one can be the same with other tokens.
-
-        Args:
-            block: the slots.
-            alone: whether the layer has a budget of its own.
-        """
+    def may_record(self, block: Block) -> bool:
+        """Return whether this step may be recorded: whether the next one can be the same with other tokens."""
         if not self._rests and (self._policy.grows or self._policy.bursts or not _knows_pins(block)):
             return False  # the number of slots that stay may differ next time
-        if not alone or not block.store.in_place or isinstance(block.budget, Tensor):
-            return False
         return not torch.compiler.is_compiling() and self.statistic.remembers(block.prompt, block.budget)
 
 
@@ -123,7 +117,7 @@ def until_burst(policy: Policy, block: Block) -> Int[Tensor, " B"] | None:
     """
     if not rests(policy):
         return None
-    return block.seen + block.budget - block.held().amax(dim=1)
+    return block.seen + column(block.budget, block.seen) - block.held().amax(dim=1)
 
 
 def _knows_pins(block: Block) -> bool:
@@ -277,29 +271,47 @@ class Repeating:
         self.call, self._asked, self._held, self._until = call, _asked(options), False, until
 
     def hold(self, block: Block) -> None:
-        """Remember, through weak references, the block on which the step has worked. The block must have one budget
-        for all rows.
+        """Remember, through weak references, the block on which the step has worked.
 
         Only the first call has an effect: steps of another kind may follow on a block whose tensors have been replaced.
         """
         if self._held:
             return
-        self._block, self._store, self._budget = weakref.ref(block), weakref.ref(block.store), block.budget
-        self._seen, self._lead = weakref.ref(block.seen), block.lead  # a kernel writes the tokens seen
+        self._block, self._store, self._lead = weakref.ref(block), weakref.ref(block.store), block.lead
+        self._seen = weakref.ref(block.seen)  # a kernel writes it
+        self._budget = None if isinstance(block.budget, Tensor) else block.budget
+        self._numbers = [(weakref.ref(tensor), _version(tensor)) for tensor in _numbers(block)]
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
         """Return whether the recorded step fits this block and these options, so that only the tokens differ."""
-        if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
+        if self._block() is not block or self._store() is not block.store or self._seen() is not block.seen:
             return False
-        if self._seen() is not block.seen:
+        now = _numbers(block)
+        if len(now) != len(self._numbers) or (self._budget is not None and self._budget != block.budget):
             return False
+        for tensor, (known, version) in zip(now, self._numbers, strict=True):
+            if known() is not tensor or version is None or tensor._version != version:
+                return False
         if self._until is not None:
             return bool((block.seen < self._until).all()) and _asked(options) == self._asked
         return _knows_pins(block) and block.lead == self._lead and _asked(options) == self._asked
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _numbers(block: Block) -> list[Tensor]:
+    """Return the tensors of a block whose content a recorded step has taken in: where prompts end, which slots belong
+    to which head, and budgets if rows or heads have their own.
+    """
+    budget = block.budget
+    return [block.prompt, *block.store.tables(), *((budget,) if isinstance(budget, Tensor) else ())]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return the number of writes into a tensor; ``None`` for tensors of inference mode, which do not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _asked(options: AttentionOptions) -> tuple[object, ...]:

@@ -115,7 +115,7 @@ def fused_step(
 
     Args:
         policy: one for which `kvkeep.cache.decode_replay.why_not_fused` has no reason.
-        block: the slots, without the new token.
+        block: the slots as they lie in memory, without the new token.
         view: the block's slots as the policy sees them.
         new: the query, key, value and position of each row's token; the position of padding is -1.
         statistic: what the policy wants.
@@ -128,8 +128,10 @@ def fused_step(
     else:
         stay = limit(policy, view, block.state, window=window)
         sinks, recent = policy.protected(view.budget)
-        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window)
-    return FusedStep(query, block.store.slots(), (key, value), now, statistic, options, added, limits)
+        prompt = view.prompt if policy.sums is not None and policy.sums.slides else None
+        limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window, prompt)
+    slots, ranges = block.store.in_ranges()
+    return FusedStep(query, slots, (key, value), now, statistic, options, added, limits, ranges)
 
 
 def fused(
@@ -150,9 +152,10 @@ def fused(
 
 def _added(policy: Policy, block: Block, view: View) -> Added:
     """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
-    state, lost = block.state, block.lost[..., 2:]
+    lost = block.lost[..., 2:]
     if policy.tally is None and policy.bursts is not None:
         return Added((), is_score=False, lost=lost)  # a policy that rests between bursts
+    state = {name: block.store.of_heads(held) for name, held in block.of_slots().items()}
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score

@@ -7,8 +7,9 @@ tensors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import SupportsIndex
@@ -455,18 +456,13 @@ class Layer:
         if pins and keeps_whole(self.policy):
             pin_read(self.policy, self.block, T, real, window=self.window)
         self.broken = True  # until the step has ended
-        held, self.block = self.block, self.block.opened()  # a pool is worked on side by side, and then written back
-        try:
-            out = self._run(query, keys, values, options=options, phase=phase, real=real)
-            held.close(self.block)
-        finally:
-            self.block = held
+        out = self._run(query, keys, values, options=options, phase=phase, real=real)
         if self._together is not None:
-            self._together.end(self.policy, held)
+            self._together.end(self.policy, self.block)
         if pins:
             self.find_lead()
         if self.paths.recorded is not None:
-            self.paths.recorded.hold(held)
+            self.paths.recorded.hold(self.block)
         self.broken = False
         return out
 
@@ -480,13 +476,24 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Run a step in its phase, on an opened block."""
+        """Run a step in its phase."""
         if phase is Phase.DECODE:
             return self._decode(query, keys, values, options, real)
-        if phase is Phase.PROBE:
-            return self._probe(query, keys, values, options, real)
-        feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
-        return in_chunks(feed, query, keys, values, real=real, size=size)
+        with self._opened():
+            if phase is Phase.PROBE:
+                return self._probe(query, keys, values, options, real)
+            feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
+            return in_chunks(feed, query, keys, values, real=real, size=size)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Work on copies of a pool's slots side by side, and write them back at the end. Without a pool do nothing."""
+        held, self.block = self.block, self.block.opened()
+        try:
+            yield
+            held.close(self.block)
+        finally:
+            self.block = held
 
     def _decode(
         self,
@@ -508,7 +515,8 @@ class Layer:
                 return out
             why = "the backend cannot take these tensors"
         self.paths.took(DecodePath.PLAIN, why)
-        return self._decode_plain(query, keys, values, positions, fresh, options)
+        with self._opened():
+            return self._decode_plain(query, keys, values, positions, fresh, options)
 
     def _decode_fused(
         self,
@@ -534,12 +542,12 @@ class Layer:
             options: see `step`.
             may_record: whether the step may be replayed: a replay knows nothing of padding.
         """
-        view = self._view(self.store.slots(), new=fresh, phase=Phase.DECODE)
+        view = self._view(self.store.in_ranges()[0], new=fresh, phase=Phase.DECODE)
         statistic, window = self.paths.statistic.by(view), self.window
         tokens = query, keys, values, positions
         step = fused_step(self.policy, self.block, view, tokens, statistic=statistic, options=options, window=window)
         out = fused(self.policy, self.block, view, step, window=window, backend=self._backend)
-        if out is not None and may_record and self.paths.may_record(self.block, alone=self._together is None):
+        if out is not None and may_record and self.paths.may_record(self.block):
             call = self._backend.repeat(step)
             until = until_burst(self.policy, self.block)
             self.paths.recorded = None if call is None else Repeating(call, options, until)

@@ -23,7 +23,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.errors import InputError
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
-from kvkeep.policies import CONVERSATION, FALLBACK
+from kvkeep.policies import CONVERSATION
 
 _CHAT = "Conversation"
 
@@ -78,7 +78,7 @@ class ChatOptions(GenerationOptions):
     list_: bool = option("List the saved conversations and stop.", default=False, group=_CHAT)
     policy: str = option(
         POLICY,
-        help=f"{POLICY.help} Default: {CONVERSATION}, or {FALLBACK} on a model without rotary positions.",
+        help=f"{POLICY.help} Default: {CONVERSATION}.",
         default="",
         more=NO_DEFAULT,
     )

@@ -278,6 +278,12 @@ class EvalOptions(ModelOptions):
         group=TASKS,
         rare=True,
     )
+    draw: bool = option(
+        "agreement: the full cache draws its answer. Long answers of the likeliest tokens repeat themselves.",
+        default=False,
+        group=TASKS,
+        rare=True,
+    )
     data: str | None = option(
         "Folder of public data sets, for longbench, choice, summary and ruler; or hub (extra: datasets).",
         default=None,

@@ -345,6 +345,7 @@ def _options(request: EvalOptions) -> list[Options]:
         stride=request.stride,
         prompt_tokens=request.prompt_tokens,
         new_tokens=request.new_tokens,
+        draw=request.draw,
         data=request.data,
         shots=request.shots,
         parts=request.parts,

@@ -137,6 +137,7 @@ class Planned:
         setup: how its caches are made.
         budgets: tokens per layer and head, one number per row.
         lengths: tokens of the rows, which shares refer to.
+        new_tokens: tokens that follow in each row.
     """
 
     cell: Cell
@@ -144,15 +145,17 @@ class Planned:
     setup: Setup
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
+    new_tokens: int = 0
 
     @property
     def evicts(self) -> bool:
-        """Return whether the policy evicts, and a row is longer than its budget, or a layer or head may get less
+        """Return whether the policy evicts, and a row gets longer than its budget, or a layer or head may get less
         than the budget.
         """
+        rows = zip(self.budgets, self.lengths, strict=True)
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         uneven |= self.setup.head_budget is not None
-        return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
+        return self.policy.evicts and (uneven or any(budget < length + self.new_tokens for budget, length in rows))
 
 
 def split_policies(text: str) -> list[Policy]:
@@ -237,7 +240,8 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -
         for policy, budget, setup in wanted.pairs():
             differences = setup.differences(checkpoint, policy)
             cell = Cell(task.name, case, spec(policy), str(budget), seed, differences)
-            planned.append(Planned(cell, policy, setup, _numbers(task, policy, budget, lengths), tuple(lengths)))
+            budgets = _numbers(task, policy, budget, lengths)
+            planned.append(Planned(cell, policy, setup, budgets, tuple(lengths), task.new_tokens))
             _check(checkpoint, planned[-1], task.new_tokens)
     return planned
 

@@ -52,6 +52,7 @@ class Options:
         stride: tokens that perplexity feeds at once.
         prompt_tokens: length of agreement's prompts; by default 512.
         new_tokens: tokens that agreement compares behind each prompt; by default 64.
+        draw: whether the full cache draws these tokens, in place of the likeliest.
         data: folder with files of public data sets, or ``hub``; ``None`` if there is none.
         shots: solved examples before a question of choice.
         parts: parts of a task that has several, e.g. ``vt`` of ``ruler``; empty for all that can be run.
@@ -70,6 +71,7 @@ class Options:
     stride: int = 16
     prompt_tokens: int | None = None
     new_tokens: int | None = None
+    draw: bool = False
     data: str | None = None
     shots: int = 5
     parts: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Slots of which each head owns a range of a pool that all heads of its row share.
 
-Positions and a policy's state are small, so they are copied side by side for each step. Keys and values are not: a
+A backend that fuses a decode step works on the ranges where they lie (`PooledStore.in_ranges`). For all other steps
+positions and a policy's state, which are small, are copied side by side (`OpenedPool`). Keys and values are not: a
 backend reads them where they lie, and a policy that looks at them gets a copy.
 """
 
@@ -10,7 +11,6 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,10 +19,7 @@ from torch import Tensor
 from kvkeep.errors import ShapeError
 from kvkeep.kv.slot_codec import KeyTransform, LazySlots, Tokens, Vectors, nothing
 from kvkeep.kv.store import QUANTIZED, DenseStore, Store, by_bits
-from kvkeep.types import EMPTY, Slots, View
-
-Ranges: TypeAlias = tuple[Int[Tensor, "B Hk"], Int[Tensor, "B Hk"]]
-"""Of each head, the first entry of its range and the number of entries."""
+from kvkeep.types import EMPTY, Ranges, Slots, View
 
 
 class PoolSlots(LazySlots):
@@ -58,7 +55,7 @@ class PoolSlots(LazySlots):
         """
         made = cls(*nothing(positions), positions)
         made.pool = pool
-        (made.starts, made.sizes), made.entries = ranges, entries
+        made.starts, made.sizes, made.entries = ranges.starts, ranges.sizes, entries
         return made
 
     @functools.cached_property
@@ -106,8 +103,13 @@ def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
     if not isinstance(slots, PoolSlots):
         return slots, None
     heads = slots.positions.shape[1]
-    shown = slots.pool.each(lambda pool: pool[:, None].expand(-1, heads, -1, -1))
-    return shown.slots(slots.positions), (slots.starts, slots.sizes)
+    shown = slots.pool.each(lambda pool: to_heads(pool, heads))
+    return shown.slots(slots.positions), Ranges(slots.starts, slots.sizes)
+
+
+def to_heads(pool: Tensor, heads: int) -> Tensor:
+    """Return the pools ``(B, P, ...)`` as every head sees them, ``(B, Hk, P, ...)``, without a copy."""
+    return pool[:, None].expand(-1, heads, *pool.shape[1:])
 
 
 def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, pool: int) -> Int[Tensor, "B Hk S"]:
@@ -196,8 +198,6 @@ class PooledStore(Store):
         made.widest = max(map(max, budgets)) + 1
         return made
 
-    in_place = False
-
     @property
     def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]
         """Return a copy of the true positions, side by side, ``-1`` = empty."""
@@ -248,6 +248,19 @@ class PooledStore(Store):
     def slots(self) -> Slots:
         """Return copies of the slots, side by side."""
         return self.opened().slots().copied()
+
+    def in_ranges(self) -> tuple[Slots, Ranges | None]:
+        """Return the pool as all heads see it, and where each head's slots lie in it."""
+        shown = self.vectors.each(self.of_heads).slots(self.of_heads(self.entries))
+        return shown, Ranges(self.starts, self.sizes, self.capacity)
+
+    def of_heads(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the pool's entries as all heads see them, without a copy."""
+        return to_heads(numbers, self.sizes.shape[1])
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """Return the starts and the sizes of the ranges."""
+        return self.starts, self.sizes
 
     def fill(
         self,
@@ -326,7 +339,7 @@ class OpenedPool(Store):
         self.pool, self.bits = pool, pool.bits
         self.index = pool.index()
         self.positions = side_by_side(pool.entries, self.index)
-        ranges = pool.starts.contiguous(), pool.sizes.contiguous()  # a layer's part of a larger table may not be
+        ranges = Ranges(pool.starts, pool.sizes)
         self._slots = PoolSlots.of(pool.vectors, self.positions, ranges, self.index)
 
     @property

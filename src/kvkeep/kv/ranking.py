@@ -57,6 +57,15 @@ def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -
     return scores.clamp(max=below).masked_fill(chosen, most.item())
 
 
+def chosen_last(
+    scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"], before: Int[Tensor, "B #Hk"]
+) -> Float[Tensor, "B Hk S"]:
+    """Return scores in which the tokens at positions below ``before`` have the largest finite score, so that they go
+    after all others.
+    """
+    return scores.masked_fill(positions < before[:, :, None], torch.finfo(scores.dtype).max)
+
+
 def protects(
     positions: Int[Tensor, "B Hk S"],
     seen: Int[Tensor, " B"],

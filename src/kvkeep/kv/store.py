@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.kv.slot_codec import KV_BITS, Bits, CodedSlots, KeyTransform, Tokens, Vectors
-from kvkeep.types import EMPTY, Slots, View
+from kvkeep.types import EMPTY, Ranges, Slots, View
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,11 +31,9 @@ class Store(abc.ABC):
     Attributes:
         bits: bits of a key's numbers and of a value's in the slots; ``None``: those of the model's dtype.
         positions: true positions, ``-1`` = empty.
-        in_place: whether a step works on the tensors of the store itself, see `opened`.
     """
 
     bits: Bits = None
-    in_place: ClassVar[bool] = True
     positions: Int[Tensor, "B Hk capacity"]
 
     @abc.abstractmethod
@@ -125,6 +123,18 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def slots(self) -> Slots:
         """Return the slots themselves, as a backend reads and writes them."""
+
+    def in_ranges(self) -> tuple[Slots, Ranges | None]:
+        """Return the slots as they lie in memory, and each head's range of them; ``None``: heads lie side by side."""
+        return self.slots(), None
+
+    def of_heads(self, numbers: Tensor) -> Tensor:
+        """Return per-slot numbers, made by `numbers`, in the shape of the positions of `in_ranges`, not copied."""
+        return numbers
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """Return the tables that say which slots belong to which head; none if that never changes."""
+        return ()
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
         """Return keys and values of no token, which show the shapes of the slots."""

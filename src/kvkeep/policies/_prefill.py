@@ -2,22 +2,36 @@
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep.attention_stats import Mass, Statistic, Worst
+from kvkeep.attention_stats import Mass, Nothing, Statistic, Worst
 from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.kv import ranking
 from kvkeep.policies._head_budgets import average
 from kvkeep.policies.base import Growth, MassSums, Policy, option
 from kvkeep.types import EMPTY, Budget, Phase, Report, State, View
+
+SLIDING = MassSums(steady={}, slides=True)
+"""The rule of `slide`, where no state changes with generated tokens."""
+
+
+def sums_of(score: str) -> Callable[[Any], MassSums | None]:
+    """Return a function of a policy that returns its rule for generated tokens, which its option ``decode`` chooses;
+    ``None`` where they are kept until the budget is full.
+
+    Args:
+        score: name of the state that is the score where generated tokens compete.
+    """
+    rules = {"local": SLIDING, "score": MassSums(score, steady={})}
+    return lambda policy: rules.get(policy.decode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +45,7 @@ class PrefillOnly(Policy):
     room: int = option(0, "slots that a prompt leaves free for generated tokens under decode=grow")
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0}
-    sums: ClassVar[MassSums | None] = MassSums("score", only={"decode": "score"}, steady={"decode": "score"})
+    sums = property(sums_of("score"))  # depends on an option
 
     @abc.abstractmethod
     def rows(self, view: View) -> Tensor | int:
@@ -68,18 +82,20 @@ class PrefillOnly(Policy):
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic needed: mass of a prompt's last rows; of a generated token only if ``decode=score``."""
-        later = int(self.decode == "score")
+        competes = self.decode == "score"
         if view.is_decode:
-            return Mass(rows=later)
+            return Mass() if competes else Nothing()
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
-        counted = torch.where(view.reads, prompt, later)
+        counted = torch.where(view.reads, prompt, int(competes))
         if self.fading == 1.0:
             return Mass(rows=counted)
         return Mass(rows=counted, decay=self.fading, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Return the state: the rating of a prompt's tokens, or the mass of a generated token's row added to it."""
+        if view.is_decode and self.decode != "score":
+            return state
         added = state["score"] + report.mass
         return {"score": added if view.is_decode else torch.where(_prompts(view), self.rate(view, report.mass), added)}
 
@@ -146,8 +162,7 @@ def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
         view: the slots.
         recent: newest tokens of the prompt, which the cut did not choose; they slide, too.
     """
-    chosen = view.positions < (view.prompt[:, None] - recent)[:, :, None]
-    return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
+    return ranking.chosen_last(view.positions.float(), view.positions, view.prompt[:, None] - recent)
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
@@ -187,9 +202,13 @@ class WorstCase(PrefillOnly):
     first: float = option(0.9, "share of the mean attention that chooses tokens before sizes count", within=(0, 1))
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0, "size": 0.0}
-    sums: ClassVar[MassSums | None] = None
     projects: ClassVar[bool] = True
     rates_by_budget: ClassVar[bool] = True
+
+    @property
+    def sums(self) -> MassSums | None:  # type: ignore[override]  # depends on an option
+        """Return the rule under ``decode=local``; ``None`` where mass is added to one of the two states only."""
+        return SLIDING if self.decode == "local" else None
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """Return how many first and newest tokens are never evicted: 0, and the window."""

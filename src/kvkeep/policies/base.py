@@ -128,7 +128,8 @@ class MassSums:
     """The rule of a policy that adds up attention mass, simple enough for the kernel that attends to apply it.
 
     For a generated token, `observe` must return ``decay * state + mass`` for each state, where the decay is that of the
-    statistic, and `score` one of these sums or the position. Every state must start at 0, and `wants` must not depend
+    statistic, or the state itself if the statistic is `kvkeep.attention_stats.Nothing`; and `score` must return one of
+    these sums or the position. Every state must start at 0, and `wants` must not depend
     on the view's slots. A kernel then does the work of `observe` and `score`, and neither is called.
 
     Attributes:
@@ -136,11 +137,14 @@ class MassSums:
         only: values of options under which this holds.
         steady: values of options under which `wants` looks at the view's prompt, budget and number of rows alone, so
             that all tokens that are generated after a prompt ask for the same; ``None``: it may look at more.
+        slides: whether the tokens chosen at the end of a prompt have the largest finite score: those before the newest
+            ones that `protected` names, counted from the prompt's end (`kvkeep.policies._prefill.slide`).
     """
 
     score: str | None = None
     only: Mapping[str, object] = field(default_factory=dict)
     steady: Mapping[str, object] | None = None
+    slides: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.attention_stats import Mass, Statistic
+from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.budget import table
 from kvkeep.kv import ranking
 from kvkeep.policies._leverage import Leverages
-from kvkeep.policies.base import option
+from kvkeep.policies._prefill import SLIDING
+from kvkeep.policies.base import MassSums, option
 from kvkeep.types import EMPTY, Report, State, View
 
 
@@ -32,9 +33,12 @@ class Blend(Leverages):
     kernel: int = option(13, "width of the pooling along the prompt, an odd number; 1 for none", odd=True)
 
     slots: ClassVar[Mapping[str, float]] = {"mass": 0.0}
+    sums: ClassVar[MassSums | None] = SLIDING
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic that the policy needs: the mass of a prompt's last rows."""
+        if view.is_decode:
+            return Nothing()
         return Mass(rows=self.window * view.reads.long())
 
     def observe(self, state: State, view: View, report: Report) -> State:

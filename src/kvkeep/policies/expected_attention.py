@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.budget import between
-from kvkeep.policies._prefill import slide
+from kvkeep.policies._prefill import SLIDING, slide
 from kvkeep.policies._queries import met, moments, paired
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import MassSums, Policy, option
 from kvkeep.types import Budget, Queries, State, View
 
 
@@ -31,6 +31,7 @@ class ExpectedAttention(Policy):
     epsilon: float = option(0.01, "added to the probability before the value's size multiplies it")
 
     asks: ClassVar[bool] = True
+    sums: ClassVar[MassSums | None] = SLIDING
 
     @property
     def unrotates(self) -> bool:

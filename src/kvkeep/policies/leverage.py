@@ -8,12 +8,14 @@ Fails when: the keys of important tokens look like the others (lists, tables); a
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.policies._leverage import Leverages
+from kvkeep.policies._prefill import SLIDING
+from kvkeep.policies.base import MassSums
 from kvkeep.types import State, View
 
 
@@ -21,6 +23,8 @@ from kvkeep.types import State, View
 @dataclass(frozen=True, kw_only=True)
 class Leverage(Leverages):
     """Leverage of a key, ``xᵀ (XᵀX + ridge)⁻¹ x``, where X are the centred keys of the prompt so far."""
+
+    sums: ClassVar[MassSums | None] = SLIDING
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return the leverage in a prompt; for generated tokens an order that keeps the chosen tokens."""

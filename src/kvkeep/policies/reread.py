@@ -21,8 +21,8 @@ from torch import Tensor
 from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.budget import between
 from kvkeep.policies._head_budgets import across
-from kvkeep.policies._prefill import slide
-from kvkeep.policies.base import Defaults, HeadBudgets, MassSums, Policy, option
+from kvkeep.policies._prefill import slide, sums_of
+from kvkeep.policies.base import Defaults, HeadBudgets, Policy, option
 from kvkeep.types import Budget, Phase, Report, State, View
 
 
@@ -38,8 +38,8 @@ class Reread(Policy):
 
     presets: ClassVar[Mapping[str, str]] = {"later": "equal=0.2", "chat": "recent=64,equal=0.2,decode=score"}
     slots: ClassVar[Mapping[str, float]] = {"again": 0.0}
-    sums: ClassVar[MassSums | None] = MassSums("again", only={"decode": "score"}, steady={"decode": "score"})
     rereads: ClassVar[bool] = True
+    sums = property(sums_of("again"))  # depends on an option
 
     @cached_property
     def spreads(self) -> HeadBudgets | None:  # type: ignore[override]  # depends on an option

@@ -76,7 +76,7 @@ class NativeBackend(Backend):
         if options.top is None and is_known(statistic):
             there, ranges = lying(slots)
             (keys, values, positions), codes = coding_of(there)
-            given, turn = (query, keys, values, now, positions), self._turn(positions, query.dtype)
+            given, turn = (query, keys, values, now, positions), self._turn(positions.shape[2], query.dtype)
             asked: dict[str, Any] = {"options": options, "wanted": wanted(statistic), "turn": turn}
             found = ops.attend(*given, **asked, ranges=ranges, codes=codes)
         if found is None:
@@ -103,7 +103,7 @@ class NativeBackend(Backend):
         """Write one token per row into an empty slot of each head, in the kernel, or in torch if the kernel cannot."""
         there, ranges = lying(slots)
         there, codes = coding_of(there)
-        slot = ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0], codes=codes)
+        slot = ops.write(*there, new=(keys, values), now=now, ranges=ranges, codes=codes)
         if slot is None:
             return Copying(self._others).append(slots, keys, values, now)
         if isinstance(slots, LazySlots):
@@ -122,8 +122,7 @@ class NativeBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty one slot of every head over its limit, in the kernel, or in torch if the kernel cannot."""
-        sinks, recent, limit = limits.sinks, limits.recent, limits.stay
-        if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
+        if not ops.evict(positions, score, limits):
             self._others.evict(positions, score, limits)
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
@@ -139,25 +138,25 @@ class NativeBackend(Backend):
     def repeat(self, step: FusedStep) -> Repeat | None:
         """Return the step as packed arguments that are given other tokens only.
 
-        Return ``None`` if something else changes with each token: angles of slot positions, bits in rings, sinks, or
-        numbers of single rows.
+        Return ``None`` if something else changes with each token, such as angles of slot positions or bits in rings,
+        or if the model has sinks.
         """
-        report, limits = wanted(step.statistic), step.limits
-        numbers = (limits.recent, limits.stay, *((report.counts, report.gain, report.last) if report else ()))
+        limits = step.limits
         if self._rotation is not None or step.added.ring is not None or step.options.sinks is not None:
             return None
-        if limits.seen.dtype != torch.int64 or any(isinstance(number, Tensor) for number in numbers):
-            return None
+        counters = [counter for counter in (limits.seen, limits.prompt) if counter is not None]
+        if any(counter.dtype != torch.int64 for counter in counters):
+            return None  # the kernel would be given a copy, and go on reading it
         call = self._packed(step)
         return None if call is None else ops.NativeRepeat(call)
 
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""
-        query, slots, new, now, statistic, options, added, limits = step
+        query, slots, new, now, statistic, options, added, limits, ranges = step
         # the kernel has one window, for what is attended to and for what expires
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
-        there, ranges = lying(slots)
+        there, ranges = (slots, ranges) if ranges is not None else lying(slots)
         there, codes = coding_of(there)
         return ops.step(
             *((query, *new), there, now),
@@ -165,7 +164,7 @@ class NativeBackend(Backend):
             wanted=wanted(statistic) if added.states else None,  # without states nobody adds the sums up
             added=added,
             limits=limits,
-            turn=self._turn(there.positions, query.dtype, rotated_at=now),
+            turn=self._turn((ranges and ranges.width) or there.positions.shape[2], query.dtype, rotated_at=now),
             ranges=ranges,
             codes=codes,
         )
@@ -177,8 +176,6 @@ class NativeBackend(Backend):
         """
         return NativeBackend(rotation) if rotation.dims is None else AtRanks(self, rotation)
 
-    def _turn(
-        self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
-    ) -> KeyRotation | None:
+    def _turn(self, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None) -> KeyRotation | None:
         """Return the angles to which the kernel rotates keys of this dtype; ``None`` under true positions."""
-        return None if self._rotation is None else turn_of(self._rotation, positions.shape[2], dtype, rotated_at)
+        return None if self._rotation is None else turn_of(self._rotation, slots, dtype, rotated_at)

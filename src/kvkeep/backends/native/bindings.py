@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.base import Added, Ring, WantedReport
+from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport
 from kvkeep.backends.native.build import native
 from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes, KeyTransform
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Budget, Slots
+from kvkeep.types import AttentionOptions, Budget, Ranges, Slots
 
 LAST = 2**31 - 1
 """The largest position: the kernel counts positions in 32 bits."""
@@ -46,7 +46,8 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """Return the kernel if it can read the tensors: ordinary CPU tensors, dense in the last axis, without gradients.
+    """Return the kernel if it can read the tensors: ordinary CPU tensors without gradients, dense in the last axis; one
+    number per row may have any stride.
 
     Return ``None`` otherwise, while a compiler traces, or if there is no kernel.
     """
@@ -57,7 +58,7 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
     for tensor in tensors:
         if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
-        if tensor.stride(-1) != 1 or (differentiates and tensor.requires_grad):
+        if (tensor.ndim > 1 and tensor.stride(-1) != 1) or (differentiates and tensor.requires_grad):
             return None
     return library
 
@@ -102,6 +103,14 @@ def packed(coding: Coding | None) -> bytes:
         *(values.bits, values.group, values.scales.data_ptr(), *values.scales.stride()[:3]),
         *((0, 0, 0) if exponents is None else (exponents.data_ptr(), *exponents.stride()[:2])),
     )
+
+
+def packed_ranges(ranges: Ranges | None) -> tuple[int, int, int, int]:
+    """Return the fields of the kernel's struct `Ranges`; zeros for ``None``."""
+    if ranges is None:
+        return 0, 0, 0, 0
+    starts, sizes, width = ranges
+    return starts.data_ptr(), sizes.data_ptr(), starts.stride(0), int(width > 0)
 
 
 def scales_of(coding: Coding | None) -> tuple[Tensor, ...]:
@@ -202,10 +211,11 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
     options: AttentionOptions,
     wanted: WantedReport | None,
     turn: KeyRotation | None = None,
-    pooled: bool = False,
+    ranges: Ranges | None = None,
     coding: Coding | None = None,
 ) -> bool:
     """Return whether dtypes and shapes are those that `attend` promises to the kernel."""
+    pooled, slots = ranges is not None, (ranges and ranges.width) or positions.shape[2]
     B, _, T, _ = query.shape
     if T != 1 or now.shape != (B, 1):
         return False
@@ -215,7 +225,7 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
         return False
     if not _is_asked(query, options):
         return False
-    if now.dtype not in _WHOLE or (turn is not None and not turn.fits(query, positions.shape[2])):
+    if now.dtype not in _WHOLE or (turn is not None and not turn.fits(query, slots)):
         return False
     if wanted is None:
         return True
@@ -309,14 +319,17 @@ def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
 def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> bool:
     """Return whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
     ring = added.ring
-    if wanted is None or not added.states:
-        return wanted is None and not added.states and ring is None
+    if (wanted is None and ring is not None) or (wanted is not None and not added.states):
+        return False
+    if not added.states:
+        return True
     if ring is not None and (len(added.states) != 2 or not _is_ring(ring, positions)):
         return False
     if added.lost is not None and (added.lost.dtype, added.lost.shape) != (torch.float32, (*positions.shape[:2], 2)):
         return False
     strides = added.states[0].stride()
-    return wanted.second == (None if ring is None else "low") and all(
+    second = None if wanted is None else wanted.second
+    return second == (None if ring is None else "low") and all(
         state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides
         for state in (*added.states, *(ring.words if ring else ()))
     )
@@ -338,6 +351,13 @@ def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0,
     if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
         return False
     return _is_share(recent, B, Hk) and _is_share(limit, B, Hk)
+
+
+def limitable(positions: Tensor, limits: SlotLimits) -> bool:
+    """Return whether limits have the dtypes and shapes that the functions which evict promise to the kernel."""
+    if limits.prompt is not None and not countable(positions, limits.prompt):
+        return False
+    return countable(positions, limits.seen, limits.recent, limits.stay)
 
 
 def _is_share(value: Budget, rows: int, heads: int) -> bool:

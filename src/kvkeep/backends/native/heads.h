@@ -17,6 +17,21 @@
 #include <pthread.h>
 #endif
 
+// Where the slots of each head lie in a pool that all heads of a row share.
+extern "C" struct Ranges {
+    const int64_t *starts, *sizes;  // of keys and values; null where all heads have theirs side by side
+    int64_t step;                   // from row to row, in both
+    int64_t whole;                  // whether positions and a policy's sums lie in the pool as well
+
+    // Where a head's keys and values begin in its row, and where its positions and sums do, beyond the head's stride.
+    int64_t start(int64_t row, int64_t head) const { return starts ? starts[row * step + head] : 0; }
+    int64_t inner(int64_t row, int64_t head) const { return whole ? start(row, head) : 0; }
+
+    // How many slots a head has, and how many positions. `width`: those of every head side by side.
+    int64_t size(int64_t row, int64_t head, int64_t width) const { return sizes ? sizes[row * step + head] : width; }
+    int64_t places(int64_t row, int64_t head, int64_t width) const { return whole ? size(row, head, width) : width; }
+};
+
 namespace {
 
 #ifdef _OPENMP

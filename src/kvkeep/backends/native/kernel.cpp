@@ -27,6 +27,8 @@ extern "C" struct Step {
     int64_t recents_row, recents_head, recent;
     const int64_t *limits;
     int64_t limits_row, limits_head, limit;
+    const int64_t *prompts;
+    int64_t prompts_row;
     double keep;  // factor on a sum before the mass is added
     float *lost;  // mass of the victim, and of all slots: both are added to; null: not wanted
     int64_t lost_row, lost_head;
@@ -78,9 +80,10 @@ int64_t attend_as(const Attend &a, int64_t each) {
     return for_each(a.rows * a.kv_heads, work_of(a, each), a.threads, AnyHead::layout(a).size, work) ? 0 : -1;
 }
 
-// Fade a sum and add to it; a new token, in slot `own`, starts at 0.
+// Fade a sum and add to it; a new token, in slot `own`, starts at 0. No mass: other tokens keep their sum.
 inline void add(float *sum, const float *mass, int64_t slots, int64_t own, float keep) {
     sum[own] = 0.0f;
+    if (!mass) return;
     for (int64_t s = 0; s < slots; s++) sum[s] = sum[s] * keep + mass[s];
 }
 
@@ -102,7 +105,7 @@ Write write_of(const Step &s) {
             const_cast<char *>(a.values), a.value_row, a.value_head, a.value_slot,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.new_keys, s.new_key_row, s.new_key_head, s.new_values, s.new_value_row, s.new_value_head,
-            a.now, a.now_row, nullptr, a.starts, a.type, a.key_codes, a.value_codes, a.exponents, a.back, a.half};
+            a.now, a.now_row, nullptr, a.ranges, a.type, a.key_codes, a.value_codes, a.exponents, a.back, a.half};
 }
 
 Slots slots_of(const Step &s) {
@@ -110,7 +113,8 @@ Slots slots_of(const Step &s) {
     return {a.rows, a.kv_heads, a.slots, a.threads,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.seen, s.seen_row, a.window, s.by_sum ? s.sums[0] : nullptr, s.sum_row, s.sum_head, s.sinks,
-            s.recents, s.recents_row, s.recents_head, s.recent, s.limits, s.limits_row, s.limits_head, s.limit};
+            s.recents, s.recents_row, s.recents_head, s.recent, s.limits, s.limits_row, s.limits_head, s.limit,
+            s.prompts, s.prompts_row, a.ranges};
 }
 
 // Remove the rotation from the key that has been written into slot `own`.
@@ -119,7 +123,7 @@ void unrotate(const Step &s, int64_t row, int64_t head, int64_t own) {
     typedef typename X::T T;
     const Attend &a = s.attend;
     const T *key = (const T *)s.new_keys + row * s.new_key_row + head * s.new_key_head;
-    const int64_t entry = own + (a.starts ? a.starts[row * a.kv_heads + head] : 0);
+    const int64_t entry = own + a.ranges.start(row, head);
     T *to = (T *)const_cast<char *>(a.keys) + row * a.key_row + head * a.key_head + entry * a.key_slot;
     unturn_key<X>(key, (const T *)a.back + row * 2 * a.half, a.half, to);
 }
@@ -133,7 +137,7 @@ int64_t step_as(const Step &s, int64_t each, int64_t floats, const Put &put) {
     const int64_t attention = up(std::max(AnyHead::layout(a).size, floats), W), slots = up(a.slots, W);
     const auto work = [&](int64_t i, float *scratch) {
         const int64_t row = i / a.kv_heads, head = i % a.kv_heads;
-        const int64_t own = put(write, row, head, scratch);
+        const int64_t places = a.ranges.places(row, head, a.slots), own = put(write, row, head, scratch);
         float *mass = s.ring.words ? s.ring.mass + i * a.slots : scratch + attention;
         float *spare = scratch + attention + slots;
         AnyHead(a, i, scratch, mass, spare).run();
@@ -146,10 +150,11 @@ int64_t step_as(const Step &s, int64_t each, int64_t floats, const Put &put) {
             return;
         }
         const float keep = a.now[row * a.now_row] < 0 ? 1.0f : (float)s.keep;
+        const int64_t at = row * s.sum_row + head * s.sum_head + a.ranges.inner(row, head);
         for (float *sum : s.sums)
-            if (sum) add(sum + row * s.sum_row + head * s.sum_head, mass, a.slots, own, keep);
+            if (sum) add(sum + at, a.kind == NOTHING ? nullptr : mass, places, own, keep);
         if (a.window) expire_head(held, row, head);
-        if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, a.slots);
+        if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, places);
         const int64_t victim = evict_head(held, row, head);
         if (lost && victim >= 0) lost[0] += mass[victim];
     };

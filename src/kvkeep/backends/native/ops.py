@@ -18,9 +18,8 @@ from kvkeep.attention_stats import BITS
 from kvkeep.backends.base import Added, AttentionInputs, Ring, SlotLimits, WantedReport, sums_wanted
 from kvkeep.backends.native import bindings
 from kvkeep.backends.native.bindings import LAST, KeyRotation, bounded, cast_to, either, library_for, pointer, strides
-from kvkeep.kv.pooled_store import Ranges
 from kvkeep.kv.slot_codec import pieces
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import AttentionOptions, Budget, Ranges, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 """The second field of a report → the kernel's number for it; 0: no report."""
@@ -28,8 +27,8 @@ _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = WantedReport()
 # A function of the kernel takes one struct of its header, packed here field by field: q is an int64 or a pointer, d a
 # double, and a group stands for a tensor with its strides.
-_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
-_STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
+_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 4q")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q 2q d 3q")
 _RING = struct.Struct("6q 2q")
 _TOKEN_HEAD, _OUT, _NEW = struct.Struct("8q 3q"), struct.Struct("2q q"), struct.Struct("3q 3q")
 _QUERY_END, _NOW = _TOKEN_HEAD.size, _TOKEN_HEAD.size + struct.calcsize("4q 4q 3q")
@@ -58,10 +57,10 @@ def attend(  # noqa: PLR0913  all that the kernel is told
         The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
         ``(B, Hk, S)`` float32.
     """
-    library, pooled = library_for(query, keys, values, now, positions, *bindings.scales_of(codes)), ranges is not None
+    library = library_for(query, keys, values, now, positions, *bindings.scales_of(codes))
     asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
     given = query, keys, values, now, positions
-    if library is None or not bindings.attendable(*given, **asked, pooled=pooled, coding=codes):
+    if library is None or not bindings.attendable(*given, **asked, ranges=ranges, coding=codes):
         return None
     positions, now = cast_to(positions, torch.int32), cast_to(now, torch.int64)
     slots = keys, values, positions
@@ -91,14 +90,17 @@ def step(  # noqa: PLR0913  all that the kernel is told
     (query, *new), (keys, values, positions) = token, slots
     library = library_for(query, *slots, *new, now, limits.seen, *added.tensors, *bindings.scales_of(codes))
     asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
-    lying: dict[str, Any] = {"pooled": ranges is not None, "coding": codes}
-    if library is None or not bindings.attendable(query, keys, values, now, positions, **asked, **lying):
+    given = query, keys, values, now, positions
+    if library is None or not bindings.attendable(*given, **asked, ranges=ranges, coding=codes):
         return None
-    if not bindings.writable(*slots, token[1:], now, **lying) or not bindings.addable(added, positions, wanted):
+    if not bindings.writable(*slots, token[1:], now, pooled=ranges is not None, coding=codes) or not bindings.addable(
+        added, positions, wanted
+    ):
         return None
-    if not bindings.countable(positions, limits.seen, limits.recent, limits.stay):
+    if not bindings.limitable(positions, limits):
         return None
     now, seen = cast_to(now, torch.int64), cast_to(limits.seen, torch.int64)
+    prompts = None if limits.prompt is None else cast_to(limits.prompt, torch.int64)
     recents, recent = either(bounded(limits.recent), torch.int64)
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]  # a policy has up to two sums
@@ -113,11 +115,14 @@ def step(  # noqa: PLR0913  all that the kernel is told
         *(added.is_score, seen.data_ptr(), seen.stride(0), bounded(limits.sinks)),
         *(pointer(recents), *((0, 0) if recents is None else strides(recents)), recent),
         *(pointer(most), *((0, 0) if most is None else strides(most)), limit),
+        *_prompts(prompts),
         1.0 if wanted is None else wanted.decay,
         *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
     )
     return NativeStep(
-        library, call.packed, rest + marks, token, call.results[0], (*call.tensors, now, seen, recents, most, sizes)
+        *(library, call.packed, rest + marks, token, call.results[0]),
+        (*call.tensors, now, seen, prompts, sizes),
+        (*call.tables, recents, most),
     )
 
 
@@ -131,6 +136,7 @@ class NativeStep(NamedTuple):
         token: the query, the key and the value.
         out: the output.
         tensors: what lies at the addresses, converted where needed; it must live as long as the call.
+        tables: so must these small tables of numbers of rows and heads. They are no part of a layer's block.
     """
 
     library: ctypes.CDLL
@@ -139,6 +145,7 @@ class NativeStep(NamedTuple):
     token: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]]
     out: Float[Tensor, "B Hq 1 E"]
     tensors: tuple[Tensor | None, ...]
+    tables: tuple[Tensor | None, ...]
 
     def run(self) -> Float[Tensor, "B Hq 1 E"] | None:
         """Run the step in the kernel, and return its output; ``None``, with nothing changed, if the kernel cannot."""
@@ -146,7 +153,7 @@ class NativeStep(NamedTuple):
 
 
 class NativeRepeat:
-    """A step for other tokens. Of its tensors, this holds addresses alone: see `Backend.repeat`.
+    """A step for other tokens. Of the layer's tensors, this holds addresses alone: see `Backend.repeat`.
 
     Args:
         step: a step of a token.
@@ -162,7 +169,7 @@ class NativeRepeat:
     def __init__(self, step: NativeStep) -> None:
         packed, (query, keys, values) = step.attention + step.rest, step.token
         new = len(step.attention)
-        self.packed, self.within = packed, None
+        self.packed, self.within, self._tables = packed, None, step.tables
         self.library = step.library
         self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]
         self._slots = packed[_QUERY_END:_NOW]
@@ -224,11 +231,13 @@ class _Attention(NamedTuple):
         packed: numbers and addresses.
         results: the output, and the fields of the report.
         tensors: other tensors that lie at the addresses; they must live as long as the call.
+        tables: so must these tables of one number per row.
     """
 
     packed: bytes
     results: list[Tensor]
     tensors: tuple[Tensor | None, ...]
+    tables: tuple[Tensor | None, ...]
 
 
 def _attention(  # noqa: PLR0913  all that the kernel is told
@@ -245,7 +254,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
 ) -> _Attention:
     """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
     (keys, values, positions), (B, Hq, _, D) = slots, query.shape
-    Hk, S = keys.shape[1], positions.shape[2]
+    Hk, S = keys.shape[1], (ranges and ranges.width) or positions.shape[2]
     E = values.shape[-1] if codes is None else codes.values.dim
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, E))]
@@ -269,10 +278,11 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
         *(pointer(newest), last, wanted.live),
         *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
         *((0, 0, 0) if turn is None else turn.packed()),
-        *((0, 0) if ranges is None else (ranges[0].data_ptr(), ranges[1].data_ptr())),
+        *bindings.packed_ranges(ranges),
     )
     packed += bindings.packed(codes)
-    return _Attention(packed, results, (sinks, counted, gains, newest, *(turn or ()), *(ranges or ())))
+    held = (ranges.starts, ranges.sizes) if ranges else ()
+    return _Attention(packed, results, (sinks, *(turn or ()), *held), (counted, gains, newest))
 
 
 # Attention of many tokens per row in the kernel.
@@ -358,8 +368,8 @@ def _piece(slots: Slots) -> bytes:
 # Each returns ``None`` and does nothing if the kernel cannot do it. The kernel takes bare addresses. The
 # checks of `bindings` make sure that everything it relies on holds.
 
-_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q q")
-_SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")
+_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q 4q q")
+_SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q 2q 4q")
 
 
 def write(
@@ -369,16 +379,16 @@ def write(
     *,
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
-    starts: Int[Tensor, "B Hk"] | None = None,
+    ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> Int[Tensor, "B Hk 1"] | None:
     """Write a new token per row into an empty slot, as `Backend.append`, and return the slots; ``None`` if the
     kernel cannot.
 
-    With ``starts``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
+    With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
     numbers.
     """
-    library, pooled = library_for(keys, values, positions, *new, now, *bindings.scales_of(codes)), starts is not None
+    library, pooled = library_for(keys, values, positions, *new, now, *bindings.scales_of(codes)), ranges is not None
     new_keys, new_values = new
     if library is None or not bindings.writable(keys, values, positions, new, now, pooled=pooled, coding=codes):
         return None
@@ -393,7 +403,8 @@ def write(
         *(positions.data_ptr(), *positions.stride()[:2]),
         *(new_keys.data_ptr(), *new_keys.stride()[:2]),
         *(new_values.data_ptr(), *new_values.stride()[:2]),
-        *(now.data_ptr(), now.stride(0), slot.data_ptr(), pointer(starts)),
+        *(now.data_ptr(), now.stride(0), slot.data_ptr()),
+        *bindings.packed_ranges(ranges),
         bindings.TYPES.get(new_keys.dtype, 0),
     )
     # the last two fields turn keys back, which only a whole step does
@@ -419,22 +430,21 @@ def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
     return None if found < 0 else int(found)
 
 
-def evict(
-    positions: Int[Tensor, "B Hk S"],
-    scores: Float[Tensor, "B Hk S"],
-    seen: Int[Tensor, " B"],
-    *,
-    sinks: int,
-    recent: Budget,
-    limit: Budget,
-) -> bool | None:
+def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"], limits: SlotLimits) -> bool | None:
     """Run `Backend.evict` and return ``True``; return ``None``, with nothing changed, if the kernel cannot."""
-    library = library_for(positions, scores, seen)
-    if library is None or not bindings.countable(positions, seen, recent, limit):
+    library = library_for(positions, scores, limits.seen)
+    if library is None or not bindings.limitable(positions, limits):
         return None
     if scores.dtype != torch.float32 or scores.shape != positions.shape:
         return None
-    call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
+    call = _slots(
+        *(positions, limits.seen),
+        scores=scores,
+        sinks=limits.sinks,
+        recent=limits.recent,
+        limit=limits.stay,
+        prompt=limits.prompt,
+    )
     return None if library.kvkeep_evict(call.packed) else True
 
 
@@ -459,12 +469,13 @@ def _slots(
     sinks: int = 0,
     recent: Budget = 0,
     limit: Budget = 0,
+    prompt: Int[Tensor, " B"] | None = None,
 ) -> _Call:
     """Pack shapes, addresses and numbers for the kernel's functions that count, expire and evict slots.
 
     Return them with the converted tensors at these addresses, which must live as long as the call.
     """
-    seen = None if seen is None else cast_to(seen, torch.int64)
+    seen, prompts = (None if x is None else cast_to(x, torch.int64) for x in (seen, prompt))
     recents, newest = either(bounded(recent), torch.int64)
     limits, most = either(bounded(limit), torch.int64)
     packed = _SLOTS.pack(
@@ -474,5 +485,12 @@ def _slots(
         *(pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), bounded(sinks)),
         *(pointer(recents), *((0, 0) if recents is None else strides(recents)), newest),
         *(pointer(limits), *((0, 0) if limits is None else strides(limits)), most),
+        *_prompts(prompts),
+        *bindings.packed_ranges(None),
     )
-    return _Call(packed, (seen, recents, limits))
+    return _Call(packed, (seen, recents, limits, prompts))
+
+
+def _prompts(prompts: Int[Tensor, " B"] | None) -> tuple[int, int]:
+    """Return the address and the stride of the lengths of prompts; zeros for ``None``."""
+    return (0, 0) if prompts is None else (prompts.data_ptr(), prompts.stride(0))

@@ -41,10 +41,9 @@ extern "C" struct Attend {
     const char *angles;  // of ranks 0 to `slots`, dense; null where keys are attended as they are
     const char *back;    // of the queries' positions, dense; null if queries are unrotated
     int64_t half;        // F of ranks.h
-    const int64_t *starts, *sizes;  // where each head's slots begin in a pool of keys and values, and how many it has,
-                                    // dense; null where all heads have `slots`, which begin where the head does
-    Coded key_codes, value_codes;   // both are coded, or neither
-    Exponents exponents;            // of coded keys
+    Ranges ranges;                 // no head has more than `slots`
+    Coded key_codes, value_codes;  // both are coded, or neither
+    Exponents exponents;           // of coded keys
 };
 
 namespace {
@@ -83,9 +82,9 @@ class Reporter {
     // `mass` and `extra`: where the report of this head goes; null if there is none.
     Reporter(const Attend &a, Layout layout, int64_t index, float *scratch, float *mass, float *extra)
         : a(a), at(layout), row(index / a.kv_heads), head(index % a.kv_heads), now(a.now[row * a.now_row]),
-          start(a.starts ? a.starts[index] : 0), slots(a.sizes ? a.sizes[index] : a.slots),
-          positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
-          logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
+          start(a.ranges.start(row, head)), slots(a.ranges.size(row, head, a.slots)),
+          positions(a.positions + row * a.position_row + head * a.position_head + a.ranges.inner(row, head)),
+          query(scratch + at.query), logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
           scale(scratch + at.scale), mass(mass), extra(extra), shown((int32_t *)(scratch + at.shown)),
           gain(a.gains ? a.gains[row] : (float)a.gain), tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
 

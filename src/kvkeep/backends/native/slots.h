@@ -26,8 +26,8 @@ extern "C" struct Write {
     const int64_t *now;
     int64_t now_row;
     int64_t *slot;  // dense
-    const int64_t *starts;  // as in Attend
-    int64_t type;           // of the new token, as in Attend, where the slots hold codes
+    Ranges ranges;
+    int64_t type;  // of the new token, as in Attend, where the slots hold codes
     Coded key_codes, value_codes;
     Exponents exponents;
     const char *back;  // as in Attend, and `half` as well, where the slots hold codes
@@ -46,6 +46,9 @@ extern "C" struct Slots {
     int64_t recents_row, recents_head, recent;
     const int64_t *limits;  // per row and head; null: `limit` for all
     int64_t limits_row, limits_head, limit;
+    const int64_t *prompts;  // of each row; tokens before the newest ones of a prompt go last; null: as scored
+    int64_t prompts_row;
+    Ranges ranges;
 };
 
 namespace {
@@ -53,7 +56,7 @@ namespace {
 constexpr float LARGEST_FINITE = 0x1.fffffep127f;  // a policy's own infinity never competes with a protected token
 
 inline int32_t *positions_of(const Write &w, int64_t row, int64_t head) {
-    return w.positions + row * w.position_row + head * w.position_head;
+    return w.positions + row * w.position_row + head * w.position_head + w.ranges.inner(row, head);
 }
 
 // The numbers of lanes.
@@ -78,16 +81,17 @@ inline int64_t find(const int32_t *numbers, int64_t n, int32_t x) {
 // Give the first free slot of a head the position of the row's token. Returns the slot.
 inline int64_t take_slot(const Write &w, int64_t row, int64_t head) {
     int32_t *positions = positions_of(w, row, head);
+    const int64_t slots = w.ranges.places(row, head, w.slots);
     int32_t least = positions[0];
-    for (int64_t s = 0; s < w.slots; s++) least = positions[s] < least ? positions[s] : least;
-    const int64_t slot = find(positions, w.slots, least);
+    for (int64_t s = 0; s < slots; s++) least = positions[s] < least ? positions[s] : least;
+    const int64_t slot = find(positions, slots, least);
     positions[slot] = (int32_t)w.now[row * w.now_row];
     return slot;
 }
 
 // Where a head's slot lies among keys and values.
 inline int64_t entry_of(const Write &w, int64_t row, int64_t head, int64_t slot) {
-    return slot + (w.starts ? w.starts[row * w.kv_heads + head] : 0);
+    return slot + w.ranges.start(row, head);
 }
 
 // Put a row's token into the first free slot of a head. Returns the slot.
@@ -103,21 +107,25 @@ inline int64_t write_head(const Write &w, int64_t row, int64_t head) {
 }
 
 inline int32_t *positions_of(const Slots &s, int64_t row, int64_t head) {
-    return s.positions + row * s.position_row + head * s.position_head;
+    return s.positions + row * s.position_row + head * s.position_head + s.ranges.inner(row, head);
 }
+
+inline int64_t places_of(const Slots &s, int64_t row, int64_t head) { return s.ranges.places(row, head, s.slots); }
 
 // Empty expired slots.
 inline void expire_head(const Slots &s, int64_t row, int64_t head) {
     int32_t *positions = positions_of(s, row, head);
+    const int64_t slots = places_of(s, row, head);
     const int32_t last = (int32_t)(s.seen[row * s.seen_row] - s.window);
-    for (int64_t i = 0; i < s.slots; i++) positions[i] = positions[i] <= last ? -1 : positions[i];
+    for (int64_t i = 0; i < slots; i++) positions[i] = positions[i] <= last ? -1 : positions[i];
 }
 
 // The number of occupied slots.
 inline int32_t held_by(const Slots &s, int64_t row, int64_t head) {
     const int32_t *positions = positions_of(s, row, head);
+    const int64_t slots = places_of(s, row, head);
     int32_t held = 0;
-    for (int64_t i = 0; i < s.slots; i++) held += positions[i] >= 0;
+    for (int64_t i = 0; i < slots; i++) held += positions[i] >= 0;
     return held;
 }
 
@@ -130,16 +138,19 @@ inline bool is_over(const Slots &s, int64_t row, int64_t head) {
 inline int64_t evict_head(const Slots &s, int64_t row, int64_t head) {
     if (!is_over(s, row, head)) return -1;
     int32_t *positions = positions_of(s, row, head);
-    const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head : nullptr;
+    const int64_t slots = places_of(s, row, head), inner = s.ranges.inner(row, head);
+    const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head + inner : nullptr;
     const int64_t newest = s.recents ? s.recents[row * s.recents_row + head * s.recents_head] : s.recent;
     const int32_t recent = (int32_t)(s.seen[row * s.seen_row] - newest), sinks = (int32_t)s.sinks;
+    const int32_t chosen = s.prompts ? (int32_t)(s.prompts[row * s.prompts_row] - newest) : INT32_MIN;
     Floats low = all(INFINITY);
     Ints old = all(INT32_MAX), where = all(-1);  // the oldest of the lowest, lane by lane
     Ints slot = numbered(std::make_integer_sequence<int, W>());
-    for (int64_t i = 0; i < s.slots; i += W) {
-        const Ints position = load<Ints>(positions + i, s.slots - i, -1);
-        Floats score = scores ? load<Floats>(scores + i, s.slots - i, 0.0f) : __builtin_convertvector(position, Floats);
+    for (int64_t i = 0; i < slots; i += W) {
+        const Ints position = load<Ints>(positions + i, slots - i, -1);
+        Floats score = scores ? load<Floats>(scores + i, slots - i, 0.0f) : __builtin_convertvector(position, Floats);
         score = select(score != score, all(-INFINITY), select(score > LARGEST_FINITE, all(LARGEST_FINITE), score));
+        score = select(position < chosen, all(LARGEST_FINITE), score);
         score = select((position >= recent) | (position < sinks), all(INFINITY), score);
         const Ints first = (position >= 0) & ((score < low) | ((score == low) & (position < old)));
         low = select(first, score, low);

@@ -12,6 +12,8 @@ Each kernel's docstring says what the kernel moves and how exact it is; ``docs/g
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -58,7 +60,7 @@ class TritonBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty one slot of every head over its limit, in a kernel, or in torch if the kernel cannot."""
-        if not ops.evict(positions, score, SlotLimits(limits.seen, limits.sinks, limits.recent, limits.stay)):
+        if not ops.evict(positions, score, replace(limits, window=None)):
             self._torch.evict(positions, score, limits)
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
@@ -67,7 +69,7 @@ class TritonBackend(Backend):
         Return ``None``, with nothing changed, for a statistic or tensors that the kernels cannot take, such as
         quantized slots.
         """
-        query, slots, new, now, statistic, options, added, limits = step
+        query, slots, new, now, statistic, options, added, limits, _ = step
         if not is_known(statistic):
             return None
         asked = wanted(statistic) if added.states else None

@@ -19,7 +19,17 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.backends.triton.slots import LAST, earlier, first, free_slot, number, shielded, unexpired, vectors
+from kvkeep.backends.triton.slots import (
+    LAST,
+    chosen_before,
+    earlier,
+    first,
+    free_slot,
+    number,
+    shielded,
+    unexpired,
+    vectors,
+)
 
 
 @triton.jit
@@ -338,14 +348,14 @@ def count_past(positions, at, S, TILE: tl.constexpr):
 @no_type_check
 def merge_evict(
     out, mixes, bounds, logits, slots, positions, now, sinks, counted, gains, newest,
-    total, other, lost, ages, recents, limits,
+    total, other, lost, ages, recents, limits, prompts,
     position_row, position_head, now_row, state_row, state_head, lost_row, lost_head,
-    age_row, recent_row, recent_head, limit_row, limit_head,
+    age_row, recent_row, recent_head, limit_row, limit_head, prompt_row,
     splits, Hk, S, window, counts, gain, last, log_decay, keep, first_ones, recent, limit,
     G: tl.constexpr, E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr,
     STATES: tl.constexpr, REPORTS: tl.constexpr, BY_SUM: tl.constexpr, SINKS: tl.constexpr, TEMPERED: tl.constexpr,
     COUNTED: tl.constexpr, GAINS: tl.constexpr, NEWEST: tl.constexpr, RECENTS: tl.constexpr, LIMITS: tl.constexpr,
-    SLIDES: tl.constexpr, LOSES: tl.constexpr,
+    SLIDES: tl.constexpr, LOSES: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Put the splits together as `merge`, then ``state = keep·state + mass``, then evict as `slots.evict`; grid
     ``(B·Hk,)``.
@@ -378,7 +388,8 @@ def merge_evict(
             scale = power_sums(logits, positions, at, window, S, base, gain, own, G, BLOCK_G, TILE)
     fade = tl.where(at >= 0, keep, 1.0)  # a padded row keeps its sums
     age = tl.load(ages + row * age_row).to(tl.int32)
-    recent_from = age - number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
+    newer = number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
+    recent_from, chosen = age - newer, chosen_before(prompts, row, prompt_row, newer, CHOSEN)
     most = number(limit, limits, row * limit_row + group * limit_head, 1, LIMITS)
     best = tl.full((TILE,), float("inf"), tl.float32)
     oldest, where, held = (
@@ -405,7 +416,7 @@ def merge_evict(
             updated(other + place, slot, S, own, fade, added)
         position = unexpired(position, age, window, SLIDES)
         held += (position >= 0).to(tl.int32)
-        score = shielded(score, position, recent_from, first_ones)
+        score = shielded(score, position, recent_from, first_ones, chosen)
         best, oldest, where = earlier(score, position, slot, best, oldest, where)
         of_victim = tl.where(where == slot, added, of_victim)
         of_all += tl.where(position >= 0, added, 0.0)

@@ -35,10 +35,11 @@ def free_slot(positions, S, SCAN: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def shielded(score, position, recent_from, sinks):
-    """Compute `kvkeep.kv.ranking.protect` in a kernel."""
+def shielded(score, position, recent_from, sinks, chosen):
+    """Compute `kvkeep.backends.base.SlotLimits.ranked` in a kernel; positions below `chosen` go after all others."""
     # NaN is the worst; infinity becomes the largest float32, below what is protected.
     score = tl.where(score != score, float("-inf"), tl.where(score == float("inf"), 3.4028234663852886e38, score))
+    score = tl.where(position < chosen, 3.4028234663852886e38, score)
     return tl.where((position >= recent_from) | (position < sinks), float("inf"), score)
 
 
@@ -79,6 +80,18 @@ def number(one, each, row, column, EACH: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def chosen_before(prompts, row, prompt_row, recent, CHOSEN: tl.constexpr):
+    """Return the position before which a prompt's tokens go last: its length without the `recent` newest; 0 without
+    `CHOSEN`.
+    """
+    before = 0
+    if CHOSEN:
+        before = tl.load(prompts + row * prompt_row).to(tl.int32) - recent
+    return before
+
+
+@triton.jit
+@no_type_check
 def append(
     keys, values, positions, new_keys, new_values, now, slots,
     key_row, key_head, key_slot, value_row, value_head, value_slot, position_row, position_head,
@@ -107,16 +120,17 @@ def append(
 @triton.jit
 @no_type_check
 def evict(
-    positions, scores, ages, recents, limits,
+    positions, scores, ages, recents, limits, prompts,
     position_row, position_head, score_row, score_head, age_row, recent_row, recent_head, limit_row, limit_head,
-    Hk, S, window, first_ones, recent, limit,
+    prompt_row, Hk, S, window, first_ones, recent, limit,
     SCAN: tl.constexpr, RECENTS: tl.constexpr, LIMITS: tl.constexpr, SLIDES: tl.constexpr, SCORED: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Empty the slots that a window has passed, then the weakest slot of a head over its limit; grid ``(B·Hk,)``.
 
     Layout: positions ``(B, Hk, S)`` int32 and scores ``(B, Hk, S)`` float32, any strides but dense in the last axis;
     ages ``(B,)``: tokens that each row has seen; recents and limits: tables, or one number for all. Without `SCORED`
-    the kernel only expires.
+    the kernel only expires. `CHOSEN`: prompts ``(B,)``, see `SlotLimits.prompt`.
     Bytes: ``16·S``, as positions are read twice and written once. FLOPs: none, about ``10·S`` comparisons.
     """
     head = tl.program_id(0)
@@ -124,7 +138,8 @@ def evict(
     positions += row * position_row + group * position_head
     scores += row * score_row + group * score_head
     age = tl.load(ages + row * age_row).to(tl.int32)
-    recent_from = age - number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
+    newest = number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
+    recent_from, chosen = age - newest, chosen_before(prompts, row, prompt_row, newest, CHOSEN)
     most = number(limit, limits, row * limit_row + group * limit_head, 1, LIMITS)
     best = tl.full((SCAN,), float("inf"), tl.float32)
     oldest, where, held = (
@@ -137,7 +152,9 @@ def evict(
         position = unexpired(tl.load(positions + slot, mask=slot < S, other=-1), age, window, SLIDES)
         held += (position >= 0).to(tl.int32)
         if SCORED:
-            score = shielded(tl.load(scores + slot, mask=slot < S, other=0.0), position, recent_from, first_ones)
+            score = shielded(
+                tl.load(scores + slot, mask=slot < S, other=0.0), position, recent_from, first_ones, chosen
+            )
             best, oldest, where = earlier(score, position, slot, best, oldest, where)
     victim = tl.where(tl.sum(held, 0) > most, first(best, oldest, where), LAST)
     tl.debug_barrier()  # all lanes have read the positions before one of them changes

@@ -1,4 +1,4 @@
-"""Agreement with the full cache: its greedy continuation is fed token by token to the bounded cache.
+"""Agreement with the full cache: its own continuation, greedy or drawn, is fed token by token to the bounded cache.
 
 The prompt is one chunk and is then cut to the budget. The first new token follows from the whole prompt and is the same
 for every policy, so it does not count. The end of text is excluded from the continuation, so all rows are equally long.
@@ -57,6 +57,7 @@ class Agreement(Task):
     ids: Int[Tensor, "B T"]
     new: int
     text: str
+    drawn: int | None = None  # the seed of tokens that are drawn
     references: list[_Reference] = field(default_factory=list)
 
     @classmethod
@@ -72,7 +73,7 @@ class Agreement(Task):
         if options.new_tokens or options.prompt_tokens:
             task.check_positions(checkpoint, length + new, "agreement", "new_tokens")
         ids = task.windows(checkpoint, options, rows=options.limit or PROMPTS, length=length)
-        return cls(ids, new, task.describe(options))
+        return cls(ids, new, task.describe(options), options.seed if options.draw else None)
 
     def settings(self) -> dict[str, Any]:
         """Return the source of the text, and the number of prompts."""
@@ -81,7 +82,8 @@ class Agreement(Task):
     def cases(self) -> dict[str, list[int]]:
         """Return the only case, named by the lengths of prompt and continuation."""
         rows, length = self.ids.shape
-        return {f"prompt={length},new={self.new}": [length] * rows}
+        how = "" if self.drawn is None else ",drawn"
+        return {f"prompt={length},new={self.new}{how}": [length] * rows}
 
     @property
     def new_tokens(self) -> int:
@@ -114,14 +116,19 @@ class Agreement(Task):
         return TaskOutcome({**found, "first_difference": torch.cat(firsts).double().mean().item()}, memory)
 
     def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
-        """Return the full cache's greedy continuation of prompts, and the logits behind each of its tokens."""
+        """Return the full cache's continuation of prompts, and the logits behind each of its tokens."""
         drive = Drive(writer, parse("full"), [ids.shape[1] + self.new] * len(ids))
         last = drive.feed(ids, last_only=True)[:, -1]
         tokens, logits = [], []
+        generator = torch.Generator().manual_seed(self.drawn or 0)
         for _ in range(self.new):
             allowed = last.clone()  # an end would leave fewer tokens to compare
             allowed[:, list(ends_of(writer.model, writer.checkpoint.tokenizer))] = -torch.inf
-            tokens.append(allowed.argmax(dim=-1))
+            if self.drawn is None:
+                tokens.append(allowed.argmax(dim=-1))
+            else:
+                shares = allowed.float().softmax(dim=-1).cpu()
+                tokens.append(torch.multinomial(shares, 1, generator=generator)[:, 0].to(last.device))
             last = drive.feed(tokens[-1][:, None])[:, -1]
             logits.append(last.cpu())
         return _Reference(torch.stack(tokens, dim=1).cpu(), logits)
