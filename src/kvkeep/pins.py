@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from operator import index
+from operator import index, itemgetter
 from typing import TypeAlias
 
 import torch
@@ -107,11 +108,14 @@ def without(pins: Spans, others: Spans) -> Spans:
     """Return the parts of the spans that lie in none of the others."""
     found: list[Span] = []
     for start, stop in pins:
-        for first, last in others:
-            if first < stop and last > start:
-                if first > start:
-                    found.append((start, first))
-                start = min(last, stop)
+        # others are in order, so those that end before a span are passed at once
+        for place in range(bisect_right(others, start, key=itemgetter(1)), len(others)):
+            first, last = others[place]
+            if first >= stop:
+                break
+            if first > start:
+                found.append((start, first))
+            start = min(last, stop)
         if start < stop:
             found.append((start, stop))
     return tuple(found)

@@ -246,6 +246,19 @@ def test_embeddings_beams_and_prompts_of_one_token_are_prompts(model):
         assert generated(model, ids[:, :1], max_new_tokens=3).sequences.shape[1] == 4
 
 
+def test_a_cache_and_a_mask_may_be_given_by_their_places(model):
+    ids = torch.tensor([MADE["tokens"][:40]] * 2)
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    for part in (model, model.base_model):
+        cache = DynamicCache()
+        with torch.no_grad(), KnormPress(0.5)(model):
+            part(ids, mask, None, cache)
+        assert [int((row[0] >= 0).sum()) for row in cache.positions(0)] == [10, 20]
+        with torch.no_grad(), KnormPress(0.5)(model), pytest.raises(TypeError, match="multiple values"):
+            part(ids, mask, input_ids=ids)
+
+
 def test_a_call_without_a_cache_or_without_tokens_changes_nothing(model):
     with torch.no_grad(), KnormPress(0.5)(model):
         assert model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.shape[1] == 3

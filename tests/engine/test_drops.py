@@ -1,12 +1,16 @@
 """Tokens that are dropped on request leave all layers and heads, and the rest goes on as it was."""
 
+import time
+from random import Random
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from kvkeep.engine import Request
-from kvkeep.engine.drops import Drop, drops_of, left_out, missing_messages, most_held
-from kvkeep.errors import InputError, SnapshotError
+from kvkeep.engine.drops import Drop, dropped, drops_of, left_out, missing_messages, most_held, told_apart
+from kvkeep.errors import CapacityError, InputError, SnapshotError
+from kvkeep.pins import without
 from kvkeep.snapshot import Snapshot
 
 from .models import DEVICE, model
@@ -239,20 +243,34 @@ def test_drops_are_ordered_and_counted_once():
 def test_what_a_prompt_leaves_out_is_whole_messages():
     ids = [1, 9, 2, 5, 8, 3, 6, 8, 2, 7, 8, 3, 4]  # 2 and 3 begin messages, 8 ends them
     starts = {2, 3}
-    assert left_out(ids, (), [*ids, 8, 2, 5], starts) == ((), 13, 13)
-    assert left_out(ids, (), [*ids[:5], *ids[8:], 8], starts) == (((5, 8),), 13, 10)
-    assert left_out(ids, (), [*ids[:2], *ids[11:], 8], starts) == (((2, 11),), 13, 4)
-    assert left_out(ids, ((2, 5),), [*ids[:2], *ids[8:], 8], starts) == (((5, 8),), 13, 7)
-    assert left_out(ids, (), [*ids[:5], *ids[8:12], 9, 8], starts) == (((5, 8),), 12, 9)  # the answer in other tokens
-    assert left_out(ids, (), ids, starts) == ((), 12, 12)  # one is left to read
-    assert left_out(ids, (), ids[:5], starts) is None  # the last one is missing
-    assert left_out(ids, (), [*ids[2:], 8], starts) is None  # and here the beginning
-    assert left_out(ids, (), [*ids[:6], *ids[7:], 8], starts) == (((5, 11),), 12, 6)  # whole ones, up to the answer
+
+    def left_of(ids, gone, prompt, starts):
+        return left_out(told_apart(ids, starts, gone), told_apart(prompt[:-1], starts))
+
+    assert left_of(ids, (), [*ids, 8, 2, 5], starts) == ((), 13, 13)
+    assert left_of(ids, (), [*ids[:5], *ids[8:], 8], starts) == (((5, 8),), 13, 10)
+    assert left_of(ids, (), [*ids[:2], *ids[11:], 8], starts) == (((2, 11),), 13, 4)
+    assert left_of(ids, ((2, 5),), [*ids[:2], *ids[8:], 8], starts) == (((5, 8),), 13, 7)
+    assert left_of(ids, (), [*ids[:5], *ids[8:12], 9, 8], starts) == (((5, 8),), 12, 9)  # the answer in other tokens
+    assert left_of(ids, (), ids, starts) == ((), 12, 12)  # one is left to read
+    assert left_of(ids, (), ids[:5], starts) is None  # the last one is missing
+    assert left_of(ids, (), [*ids[2:], 8], starts) is None  # and here the beginning
+    assert left_of(ids, (), [*ids[:6], *ids[7:], 8], starts) == (((5, 11),), 12, 6)  # whole ones, up to the answer
     again = [1, 9, 3, 7, 8, 2, 5, 8, 3, 7, 8, 2, 6, 8, 3, 7]  # three equal answers
-    assert left_out(again, (), [1, 9, 3, 7, 8, 2, 4], starts) == (((2, 14),), 16, 4)
-    assert left_out(again, (), [1, 9, 3, 7, 8, 2, 6, 8, 3, 7, 8, 2, 4], starts) == (((2, 8),), 16, 10)
-    assert left_out(ids, (), [8, 8], starts) is None
-    assert left_out([], (), [8, 8], starts) is None
+    assert left_of(again, (), [1, 9, 3, 7, 8, 2, 4], starts) == (((2, 14),), 16, 4)
+    assert left_of(again, (), [1, 9, 3, 7, 8, 2, 6, 8, 3, 7, 8, 2, 4], starts) == (((2, 8),), 16, 10)
+    assert left_of(ids, (), [8, 8], starts) is None
+    assert left_of([], (), [8, 8], starts) is None
+    first = [3, 7, 8, 2, 5, 8, 3, 7, 8, 2, 6, 8, 3, 9]  # the first message comes again
+    assert left_of(first, (), [3, 7, 8, 2, 6, 8, 3, 9, 8, 2, 4], starts) == (((3, 9),), 14, 8)
+    assert told_apart([], starts) == ()
+    parts = [(message.spans, list(message.ids)) for message in told_apart(ids, starts, ((3, 4), (6, 9)))]
+    assert parts == [
+        (((0, 2),), [1, 9]),
+        (((2, 3), (4, 5)), [2, 8]),
+        (((5, 6), (9, 11)), [3, 7, 8]),
+        (((11, 13),), [3, 4]),
+    ]
 
 
 def test_messages_that_are_missing_are_counted_from_the_end():
@@ -264,3 +282,39 @@ def test_messages_that_are_missing_are_counted_from_the_end():
     assert missing_messages(said("a", "b", "c"), said("a", "b", "x", "d")) is None
     assert missing_messages(said("a", "b", "c"), said("a", "b", "c")) is None
     assert missing_messages((), said("a")) is None
+
+
+def test_thousands_of_drops_and_messages_are_told_in_their_number_of_steps():
+    n = 5_000
+    asked = [(10 * i + 10, [(10 * i, 10 * i + 5)]) for i in range(n)]
+    begun = time.process_time()
+    drops = drops_of(asked)
+    assert len(drops) == n
+    assert most_held(drops, 10 * n) == 5 * n + 5
+    assert without(((0, 10 * n),), dropped(drops)) == tuple((start + 5, start + 10) for start in range(0, 10 * n, 10))
+    with engine_of("full", 20) as engine, pytest.raises(CapacityError, match="does not evict"):
+        engine.add(Request(prompt=prompt_of(1, 30) * n, drops=asked))
+    other = [{"role": "user", "content": "yes"}] * n
+    assert missing_messages(other, other) == 1
+    assert missing_messages(other, [*other, *other]) == 0
+    told = told_apart([1, *[2, 5, 3] * n], {2})
+    assert left_out(told, told) == ((), 3 * n + 1, 3 * n + 1)
+    assert left_out(told, told_apart([1, *[2, 7, 3] * n], {2})).shared == 2
+    assert time.process_time() - begun < 5  # each of these took minutes when every drop looked at all others
+
+
+def test_drops_at_one_place_are_one_drop():
+    assert drops_of([(9, [(2, 5)]), (9, [(0, 1), (4, 7)])]) == (Drop(9, ((0, 1), (2, 7))),)
+    random = Random(5)
+    for _ in range(100):
+        asked = []
+        for _ in range(random.randint(0, 6)):
+            after = random.randint(1, 30)
+            asked.append((after, [tuple(sorted((random.randint(0, after), random.randint(0, after)))) for _ in "ab"]))
+        wanted, taken = {}, set()
+        for after, gone in sorted(asked):  # position by position
+            mine = {place for start, stop in gone for place in range(start, stop)} - taken
+            taken |= mine
+            wanted[after] = wanted.get(after, set()) | mine
+        found = {drop.after: {place for span in drop.spans for place in range(*span)} for drop in drops_of(asked)}
+        assert found == {after: mine for after, mine in wanted.items() if mine}

@@ -156,6 +156,17 @@ def test_models_with_windows(name, keep):
     assert engine.generate(wish(prompt, 50))[0].token_ids == alone(name, prompt, 50, string, BUDGET, None)
 
 
+@pytest.mark.parametrize("heads", [{"policy": "adakv:window=4"}, {"policy": "h2o:recent=2", "head_budget": "ada:0.2"}])
+def test_a_prompt_that_leaves_with_a_window_takes_no_slots_of_its_heads(heads):
+    with engine_of(**heads, budget=BUDGET, name="gemma3", keep_prompt=True) as engine:
+        session = engine.session()
+        for turn in TURNS:
+            assert session.ask(turn, short()).error is None
+        held = [set(head.tolist()) - {-1} for layer in session.snapshot().contents.layers for head in layer.positions]
+        assert {len(head) for head in held if len(head) < 10} == {6}  # the window of 7 but for the next token
+        assert all({*range(9)} <= head for head in held if len(head) > 6)
+
+
 def test_what_leaves_no_room_is_refused_before_it_waits():
     with engine_of("local", BUDGET, keep_prompt=True) as engine:
         with pytest.raises(BudgetError, match=r"keeps all 40 tokens that were read.* at least 41"):

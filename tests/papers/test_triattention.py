@@ -111,7 +111,18 @@ def test_a_calibration_takes_the_place_of_the_prompts_queries(tmp_path):
         assert retained(layer)[0][head] == sorted(scores.topk(6).indices.tolist())
 
 
-@pytest.mark.parametrize("kind", ["missing", "garbage", "other", "empty", "not finite", "folder", "pickle"])
+KINDS = ["missing", "garbage", "other", "empty", "not finite", "folder", "pickle"]
+ODD = {
+    "one length": {"q_abs_mean": torch.ones(1)},
+    "another head": dict.fromkeys(("q_mean_real", "q_mean_imag", "q_abs_mean"), torch.ones(6)),
+    "rows": dict.fromkeys(("q_mean_real", "q_mean_imag", "q_abs_mean"), torch.ones(1, 4)),
+    "complex": {"q_mean_real": torch.ones(4, dtype=torch.complex64)},
+    "sparse": {"q_mean_imag": torch.ones(4).to_sparse()},
+    "whole": {"q_mean_imag": torch.ones(4, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a tensor", "a long name", *ODD])
 def test_a_file_that_is_no_calibration_is_refused_in_a_line(tmp_path, kind):
     path = tmp_path / "file.pt"
     if kind == "garbage":
@@ -128,11 +139,19 @@ def test_a_file_that_is_no_calibration_is_refused_in_a_line(tmp_path, kind):
                 | {"q_abs_mean": torch.full((4,), torch.nan)}
             },
         )
+    elif kind in ODD:
+        stats = torch.load(calibration(path))["stats"]
+        stats["layer00_head01"] |= ODD[kind]
+        torch.save({"stats": stats}, path)
     elif kind == "folder":
         path.mkdir()
+    elif kind == "a tensor":
+        torch.save(torch.ones(3), path)
+    elif kind == "a long name":
+        path = tmp_path / ("x" * 5000 + "file.pt")
     elif kind == "pickle":
         torch.save({"stats": print}, path)
-    with pytest.raises(PolicyError, match=r"calibration=.*file\.pt: ") as error:
+    with pytest.raises(PolicyError, match=r"calibration=.*: ") as error:
         Layer(parse(f"triattention:calibration={path}"), 16)
     assert "\n" not in str(error.value)
 

@@ -236,6 +236,11 @@ def test_what_is_no_share_is_refused(wrong):
         kvkeep.parse(f"h2o:keep_prompt={wrong}")
 
 
+@pytest.mark.parametrize(("text", "share"), [("true", 1.0), ("True", 1.0), ("1", 1.0), ("false", None), ("none", None)])
+def test_a_string_says_it_as_options_do(text, share):
+    assert kvkeep.parse(f"h2o:keep_prompt={text}").keep_prompt == share
+
+
 def test_a_policy_carries_the_option_in_its_string():
     kept = keeping(kvkeep.parse("h2o:recent=2"), True)
     assert kvkeep.spec(kept) == "h2o:keep_prompt=1.0,recent=2"

@@ -241,6 +241,16 @@ def test_wrong_drops_of_a_chat_are_refused(server, body, why):
     assert why in server.refused(answer)["message"]
 
 
+def test_very_many_messages_are_dropped_where_they_stand_together(server):
+    messages = [SYSTEM, *({"role": role, "content": "a"} for _ in range(300) for role in ("user", "assistant"))]
+    apart = server.chat(messages=messages, drop_message=[*range(1, 600, 2)], max_tokens=2)  # a template for each place
+    assert "at 601 places" in server.refused(apart)["message"]
+    messages = [*messages[:80], LAST]
+    found = said(server, messages, drop_message={"79": [*range(1, 40)], "80": [*range(40, 80)]}, max_tokens=2)
+    prompt, _, dropped = usage(found)
+    assert prompt - dropped < 79 < dropped
+
+
 def test_a_turn_of_a_session_names_no_drop(server):
     server.post("/v1/sessions", {"id": "whole"})
     answer = server.chat(messages=[FIRST], session_id="whole", drop_message=[0])

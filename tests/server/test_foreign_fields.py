@@ -109,7 +109,7 @@ def test_variables_reach_the_template(server, monkeypatch):
     tokenizer = server.served.checkpoint.tokenizer
     extra = "{% if enable_thinking is false %}no thoughts {% endif %}{{ reasoning_effort }}"
     plain = server.chat().json()["usage"]["prompt_tokens"]
-    assert server.refused(server.chat(reasoning_effort="low"))["message"].startswith("Reasoning_effort has no effect")
+    assert server.refused(server.chat(reasoning_effort="low"))["message"].startswith("reasoning_effort has no effect")
     monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + extra)
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
     assert server.chat().json()["usage"]["prompt_tokens"] == plain

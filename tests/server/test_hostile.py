@@ -104,6 +104,7 @@ WRONG |= {
     "a policy of a module": {"policy": "subprocess:Popen:args=ls"},
     "a policy of a path": {"policy": "../../etc/passwd"},
     "a long policy": {"policy": "h2o:" + "x" * 100_000},
+    "a policy with a long file": {"policy": "triattention:calibration=" + "x" * 5000},
     "a policy with a line": {"policy": "h2o\nFAKE LOG LINE"},
     "a policy with huge options": {"policy": "h2o:recent=999999999999999999999999"},
     "a policy of its own rows": {"policy": "pyramidkv"},
@@ -373,3 +374,15 @@ def test_a_request_waits_and_runs_for_so_long():
         assert streamed.status_code == 200
         assert '"code":"timeout"' in streamed.text
         assert server.idle()
+
+
+@pytest.mark.parametrize("path", [__file__, "/no/such/file.pt"])
+def test_a_client_does_not_find_out_which_files_there_are(server, path):
+    policy = f"triattention:calibration={path}"
+    for answer in (
+        server.chat(policy=policy),
+        server.complete(policy=policy),
+        server.post("/v1/sessions", {"policy": policy}),
+        server.post("/v1/responses", {"input": "a", "policy": policy}),
+    ):
+        assert "names a file, which a request must not do" in server.refused(answer)["message"]

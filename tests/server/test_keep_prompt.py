@@ -49,9 +49,14 @@ def test_chats_completions_and_responses(server):
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, "half", [0.5]])
 def test_what_is_no_share_is_refused(server, keep):
-    assert "keep_prompt" in server.refused(server.complete(prompt=PROMPT, keep_prompt=keep))["message"]
+    error = server.refused(server.complete(prompt=PROMPT, keep_prompt=keep))
+    assert error["param"] == "keep_prompt"
+    if not isinstance(keep, int | float):
+        assert "valid boolean, or input should be a valid number" in error["message"]
 
 
 def test_a_prompt_without_room_is_refused(server):
     refused = server.complete(prompt=PROMPT * 5, keep_prompt=True, policy="local", max_tokens=3)
-    assert "keep_prompt=0.5 cuts it" in server.refused(refused)["message"]
+    message = server.refused(refused)["message"]
+    assert message.startswith("keep_prompt keeps all")  # the name as a client writes it
+    assert "keep_prompt=0.5 cuts it" in message

@@ -70,12 +70,13 @@ def may_stay(
 
 
 def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
-    """Return the fewest slots that each head needs: for its pinned tokens, sinks and recent tokens."""
+    """Return the fewest slots that each head needs for its pinned tokens, sinks and recent tokens, at most the mean."""
     pins = view.pins
     assert pins is not None
     view = replace(view, budget=mean)
     coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(mean)[1]
-    return view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
+    needed = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
+    return needed.minimum(mean)  # pins fit into each head's budget, except where they leave with a sliding window
 
 
 def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:

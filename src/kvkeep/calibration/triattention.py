@@ -77,7 +77,7 @@ class QueryMeans(Probe):
 
 
 @torch.inference_mode()
-def statistics(writer: Writer, texts: Sequence[Int[Tensor, " n"]]) -> dict[str, Any]:
+def statistics(writer: Writer, texts: Sequence[Int[Tensor, " _"]]) -> dict[str, Any]:
     """Return the content of the file: ``metadata``, and ``stats`` by ``layer00_head00``.
 
     Args:

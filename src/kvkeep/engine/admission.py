@@ -34,7 +34,7 @@ from kvkeep.models.generation_config import ends_of
 from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.pins import Spans, count, end, spans
+from kvkeep.pins import Spans, count, end, spans, without
 from kvkeep.policies._keep_prompt import keeping, keeps_whole
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import STATEFUL
@@ -456,11 +456,13 @@ class Admission:
                 f"A drop comes after {asked[0].after if asked[0].after < len(past.ids) else asked[-1].after} tokens: "
                 f"give one from {len(past.ids)} to {len(prompt) - 1}, behind which a token of the prompt follows."
             )
-        before, pins = list(past.drops), spans((*past.pins, *cast(Spans, request.pins)))
+        pins, before = spans((*past.pins, *cast(Spans, request.pins))), past.dropped
+        dropped = count(before)
         for drop in asked:
-            check_drop(drop.spans, read=drop.after, drops=tuple(before), pins=pins)
-            before.append(drop)
-        return drops_of(before)
+            gone = without(drop.spans, before)
+            check_drop(gone, read=drop.after, dropped=dropped, pins=pins)
+            dropped += count(gone)
+        return drops_of((*past.drops, *asked))
 
     @property
     def moves_up(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvkeep.engine.admission import Settled
-from kvkeep.engine.drops import Drop, Drops, LeftOut, dropped, left_out, missing_messages
+from kvkeep.engine.drops import Drop, Drops, LeftOut, Told, dropped, left_out, missing_messages, told_apart
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
@@ -144,6 +144,14 @@ class KeptConversation:
     prompt_tokens: int = 0
     continued: bool = False
     writing: bool = False
+    _told: tuple[ConversationHistory, tuple[Told, ...]] | None = None
+
+    def told(self, starts: frozenset[int]) -> tuple[Told, ...]:
+        """Return the messages in the session's tokens, see `told_apart`. They are told apart once for each turn."""
+        past = self.past
+        if self._told is None or self._told[0] is not past:
+            self._told = past, told_apart(past.ids, starts, past.dropped)
+        return self._told[1]
 
     @property
     def idle(self) -> bool:
@@ -285,12 +293,12 @@ class Conversations:
         starts = self._host.admission.words.turn_starts
         if sequence.drops or not starts:
             return
-        reader = Reader.of(sequence)
+        reader, told = Reader.of(sequence), told_apart(sequence.prompt[:-1], starts)
         for entry in reversed(self._entries.values()):
             ids = entry.past.ids
-            if entry.reader != reader or len(ids) <= most or not common_beginning(ids[:1], sequence.prompt[:1]):
+            if entry.reader != reader or len(ids) <= most:
                 continue
-            found = left_out(ids, entry.past.dropped, sequence.prompt, starts)
+            found = left_out(entry.told(starts), told)
             if found is None or found.shared <= most or not (found.spans or entry.past.drops):
                 continue
             shortest = len(ids) if entry.past.shortest is None else entry.past.shortest

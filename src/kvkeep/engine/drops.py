@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError
-from kvkeep.pins import LAST, Spans, common, count, end, spans, without
+from kvkeep.pins import LAST, Span, Spans, common, count, end, spans, without
 
 
 class Drop(NamedTuple):
@@ -27,26 +30,40 @@ Drops = tuple[Drop, ...]
 
 
 def drops_of(given: object) -> Drops:
-    """Return drops in their order, after checking them. Each keeps the positions that no earlier one has.
+    """Return drops in their order, after checking them: one for each place, with the positions that no earlier one has.
 
     Raises:
         InputError: they are no pairs of a number and spans, or a span ends beyond the tokens read until then.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise InputError(f"drops={given!r:.60} are no list; give pairs of a number of tokens and spans of positions.")
-    pairs: list[tuple[int, Spans]] = []
+    places = dict[int, list[Span]]()
     for pair in given:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InputError(f"The drop {pair!r:.60} is no pair of a number of tokens and spans of positions.")
         after, gone = whole_within("drops", pair[0], 1, LAST), spans(pair[1])
         if end(gone) > after:
             raise InputError(f"A drop after {after} tokens ends at position {end(gone)}: drop what was read by then.")
-        pairs.append((after, gone))
-    found: list[Drop] = []
-    for after, gone in sorted(pairs):
-        if left := without(gone, dropped(found)):
-            found.append(Drop(after, left))
-    return tuple(found)
+        places.setdefault(after, []).extend(gone)
+    ordered = sorted(places)
+    own = _first_owners([spans(places[after]) for after in ordered])
+    return tuple(Drop(after, spans(gone)) for after, gone in zip(ordered, own, strict=True) if gone)
+
+
+def _first_owners(several: Sequence[Spans]) -> list[list[Span]]:
+    """Divide the positions of several spans among them: each goes to the first one that has it."""
+    starts = sorted((start, owner, stop) for owner, own in enumerate(several) for start, stop in own)
+    bounds = sorted({bound for own in several for span in own for bound in span})
+    found, here, coming = [list[Span]() for _ in several], list[tuple[int, int]](), 0
+    for first, last in pairwise(bounds):
+        while coming < len(starts) and starts[coming][0] == first:
+            heappush(here, starts[coming][1:])
+            coming += 1
+        while here and here[0][1] <= first:
+            heappop(here)
+        if here:
+            found[here[0][0]].append((first, last))
+    return found
 
 
 def dropped(drops: Iterable[Drop]) -> Spans:
@@ -62,16 +79,17 @@ def due(drops: Iterable[Drop], tokens: int) -> Spans:
 def most_held(drops: Sequence[Drop], tokens: int) -> int:
     """Return the most tokens that a memory holds at once while so many are read, if nothing is evicted."""
     stops = [*(drop.after for drop in drops), tokens]
-    return max(stop - count(dropped(drops[:place])) for place, stop in enumerate(stops))
+    before = accumulate((count(drop.spans) for drop in drops), initial=0)
+    return max(stop - gone for stop, gone in zip(stops, before, strict=True))
 
 
-def check_drop(gone: Spans, *, read: int, drops: Drops, pins: Spans) -> None:
+def check_drop(gone: Spans, *, read: int, dropped: int, pins: Spans) -> None:
     """Refuse a drop of pinned tokens, of tokens that were not read, and of everything.
 
     Args:
-        gone: the positions.
+        gone: the positions, none of which was dropped before.
         read: how many tokens the model has read.
-        drops: earlier ones.
+        dropped: how many of them were dropped before.
         pins: spans that may not be evicted.
 
     Raises:
@@ -87,7 +105,7 @@ def check_drop(gone: Spans, *, read: int, drops: Drops, pins: Spans) -> None:
             f"The tokens at positions {held[0][0]} to {held[0][1] - 1} are pinned. Pin others in place of them first, "
             "or leave them out of the drop."
         )
-    if not without(((0, read),), spans((*dropped(drops), *gone))):
+    if dropped + count(gone) >= read:
         raise InputError("Nothing would be left of the conversation. Begin a new one.")
 
 
@@ -108,30 +126,60 @@ class LeftOut(NamedTuple):
     shared: int
 
 
-def left_out(ids: Sequence[int], gone: Spans, prompt: Sequence[int], starts: Collection[int]) -> LeftOut | None:
+class Told(NamedTuple):
+    """A message within the tokens of a conversation.
+
+    Attributes:
+        spans: its positions that were not dropped.
+        ids: their tokens.
+    """
+
+    spans: Spans
+    ids: array[int]
+
+
+def told_apart(ids: Sequence[int], starts: Collection[int], gone: Spans = ()) -> tuple[Told, ...]:
+    """Divide the tokens of a conversation into messages.
+
+    Args:
+        ids: the tokens.
+        starts: tokens of which each begins a message. What comes before the first one is a message, too.
+        gone: positions that were dropped.
+    """
+    ids, found = array("i", ids), list[Told]()
+    for start, stop in without(((0, len(ids)),), gone):
+        bounds = [place for place in range(start + 1, stop) if ids[place] in starts]
+        for first, last in pairwise((start, *bounds, stop)):
+            here = Told(((first, last),), ids[first:last])
+            if found and here.ids[0] not in starts:  # the rest of a message of which a part was dropped
+                here = Told((*found[-1].spans, *here.spans), found.pop().ids + here.ids)
+            found.append(here)
+    return tuple(found)
+
+
+def left_out(before: Sequence[Told], prompt: Sequence[Told]) -> LeftOut | None:
     """Return which messages of a memory a prompt leaves out, if it has all others in their order; else ``None``.
 
     The first message and the last answer are never left out. Of the answer the beginning is enough, since a template
-    may write it in other tokens than it was drawn. One token of the prompt, at least, is left to read.
+    may write it in other tokens than it was drawn.
 
     Args:
-        ids: the tokens that the memory stands for.
-        gone: positions that it has dropped already.
-        prompt: the new tokens.
-        starts: tokens of which each begins a message.
+        before: the messages of the memory, its last answer at the end.
+        prompt: those of the prompt, without its last token: one is left to read.
     """
-    kept = [place for span in without(((0, len(ids)),), gone) for place in range(*span)]
-    *runs, answer = _runs(ids, kept, starts) or [[]]
-    told = _runs(prompt, range(len(prompt) - 1), starts)
-    before, said = [[ids[place] for place in run] for run in runs], [[prompt[place] for place in run] for run in told]
-    shared = [_shared([ids[place] for place in answer], tokens) for tokens in said]
+    if len(before) < 2 or len(prompt) < 2 or before[0].ids != prompt[0].ids:
+        return None
+    *others, answer = before
+    there = 1 + _in_order([message.ids for message in others[1:]], [message.ids for message in prompt[1:]])
+    answers = prompt[1 : there + 1]
+    shared = [_shared(answer.ids, message.ids) for message in answers]
+    if not any(shared):
+        return None
     # of answers that say the same, the last one is meant: the others may have been left out
-    for number in sorted(range(1, len(said)), key=lambda number: (shared[number], number), reverse=True):
-        missing = _missing(before, said[:number])
-        if shared[number] and missing is not None and 0 not in missing:
-            found = spans([(place, place + 1) for index in missing for place in runs[index]])
-            return LeftOut(found, answer[0] + shared[number], told[number][0] + shared[number])
-    return None
+    place = max(range(len(shared)), key=lambda place: (shared[place], place))
+    missing = _missing([message.ids for message in others[1:]], [message.ids for message in answers[:place]])
+    gone = spans([span for index in missing for span in others[1 + index].spans])
+    return LeftOut(gone, answer.spans[0][0] + shared[place], answers[place].spans[0][0] + shared[place])
 
 
 def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | None:
@@ -139,15 +187,24 @@ def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Map
     in order; ``None`` if it does not.
     """
     known, said = ([(message["role"], message["content"]) for message in part] for part in (before, messages))
-    for number in reversed(range(len(said) - 1)):
-        if known and said[number] == known[-1] and (missing := _missing(known[:-1], said[:number])) is not None:
-            return len(missing)
-    return None
+    there = _in_order(known[:-1], said[:-2])
+    number = next((n for n in reversed(range(there + 1)) if known and said[n : n + 1] == known[-1:]), None)
+    return None if number is None else len(known) - 1 - number
 
 
-def _missing(before: Sequence[object], others: Sequence[object]) -> list[int] | None:
-    """Return the indexes of what others do not have, of which each must be found before in this order; ``None`` if one
-    is not. Of equal ones the last is taken.
+def _in_order(before: Sequence[object], others: Sequence[object]) -> int:
+    """Return how many of the others, from the first one, are found before in their order."""
+    there = 0
+    for known in before:
+        if there == len(others):
+            break
+        there += known == others[there]
+    return there
+
+
+def _missing(before: Sequence[object], others: Sequence[object]) -> list[int]:
+    """Return the indexes of what others, all of them found before in this order, do not have. Of equal ones the last
+    is taken.
     """
     left, missing = list(others), list[int]()
     for index in reversed(range(len(before))):
@@ -155,20 +212,10 @@ def _missing(before: Sequence[object], others: Sequence[object]) -> list[int] | 
             left.pop()
         else:
             missing.append(index)
-    return None if left else missing
+    return missing
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of tokens with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
-
-
-def _runs(ids: Sequence[int], places: Sequence[int], starts: Collection[int]) -> list[list[int]]:
-    """Divide places into runs that begin with one of these tokens; what comes before the first one is a run, too."""
-    found: list[list[int]] = []
-    for place in places:
-        if not found or ids[place] in starts:
-            found.append([])
-        found[-1].append(place)
-    return found

@@ -20,7 +20,7 @@ from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whol
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.pins import Span, Spans, without
+from kvkeep.pins import Span, Spans, count, without
 from kvkeep.pins import spans as pin_spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
@@ -438,7 +438,7 @@ class Session:
             gone = without(pin_spans((*asked, *past.spans_of(messages))), past.dropped)
             if not gone:
                 return ()
-            check_drop(gone, read=len(past.ids), drops=past.drops, pins=self.pins)
+            check_drop(gone, read=len(past.ids), dropped=count(past.dropped), pins=self.pins)
             after = replace(past, drops=drops_of((*past.drops, (len(past.ids), gone))), shortest=None)
             left = replace(snapshot, contents=snapshot.contents.without(gone))
             if (pending := self._memory.go_on(after, left)) is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 from kvkeep.errors import InputError
@@ -168,7 +170,8 @@ def message_starts(
     read = special.renamed if special.is_quoted(text[base:]) else str
     offsets = _offsets(checkpoint, text[base:])
     chars = {place: len(read(text[base:border])) for place, border in borders.items()}
-    return {place: sum(stop <= at for _, stop in offsets) for place, at in chars.items()}
+    ends = list(accumulate((stop for _, stop in offsets), max))
+    return {place: bisect_right(ends, at) for place, at in chars.items()}
 
 
 def _border(
@@ -194,9 +197,9 @@ def _border(
         raise
     except InputError:
         return None
-    shared = next((n for n, pair in enumerate(zip(text, before, strict=False)) if pair[0] != pair[1]), len(before))
-    if shared == len(before):
-        return shared
+    if text.startswith(before):
+        return len(before)
+    shared = next((n for n, pair in enumerate(zip(text, before, strict=False)) if pair[0] != pair[1]), len(text))
     last = messages[place - 1]
     # templates may put results of calls that follow each other into one turn, and end it once
     grouped = place < len(messages) and last["role"] == messages[place]["role"] == "tool"

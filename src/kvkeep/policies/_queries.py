@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -68,30 +68,47 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
     Raises:
         PolicyError: the file cannot be read, or is no calibration of TriAttention's.
     """
-    if not Path(path).expanduser().is_file():
-        raise PolicyError(f"calibration={path}: there is no such file. Leave it out for the prompt's own queries.")
+    if not os.path.isfile(os.path.expanduser(path)):  # not Path.is_file, which raises for a name that is too long
+        raise PolicyError(f"calibration={path:.200}: there is no such file. Leave it out for the prompt's own queries.")
     try:
         with warnings.catch_warnings(action="ignore"):
-            content = torch.load(Path(path).expanduser(), map_location="cpu", weights_only=True)
+            content = torch.load(os.path.expanduser(path), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises for a file that it did not write
         raise PolicyError(f"calibration={path}: torch cannot read this file. {_REMEDY}") from error
-    found = {}
     try:
-        for name, entry in content["stats"].items():
-            layer, head = (int(part) for part in name.removeprefix("layer").split("_head"))
-            real, imaginary, length = (entry[key].float() for key in ("q_mean_real", "q_mean_imag", "q_abs_mean"))
-            query = torch.cat([real, imaginary])
-            # see `Means`: the second half of the dims belongs to the same pairs
-            excess = torch.cat([length - torch.hypot(real, imaginary), torch.zeros_like(length)])
-            if not (query.isfinite().all() and excess.isfinite().all()):
-                raise ValueError
-            found[layer, head] = Means(query, excess)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        found = {_head_of(name): _means_of(entry) for name, entry in content["stats"].items()}
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise PolicyError(
             f"calibration={path}: the file lacks q_mean_real, q_mean_imag or q_abs_mean of a head, or they are no "
-            f"finite numbers. {_REMEDY}"
+            f"finite numbers, one for each pair of dims. {_REMEDY}"
         ) from error
+    if len({means.query.shape for means in found.values()}) > 1:
+        raise PolicyError(f"calibration={path}: the file has heads of different dims. {_REMEDY}")
     return found
+
+
+def _head_of(name: str) -> tuple[int, int]:
+    """Return the layer and the query head that a name such as ``layer00_head01`` stands for."""
+    layer, head = name.removeprefix("layer").split("_head")
+    return int(layer), int(head)
+
+
+def _means_of(entry: Mapping[str, Tensor]) -> Means:
+    """Return the query means of a head, from its entry in a file.
+
+    Raises:
+        ValueError: its numbers are not finite, or not one for each pair of dims.
+    """
+    several = [entry[key].detach() for key in ("q_mean_real", "q_mean_imag", "q_abs_mean")]
+    if any(not x.is_floating_point() or x.ndim != 1 or x.shape != several[0].shape for x in several):
+        raise ValueError
+    real, imaginary, length = (x.float() for x in several)
+    query = torch.cat([real, imaginary])
+    # see `Means`: the second half of the dims belongs to the same pairs
+    excess = torch.cat([length - torch.hypot(real, imaginary), torch.zeros_like(length)])
+    if not (query.isfinite().all() and excess.isfinite().all()):
+        raise ValueError
+    return Means(query, excess)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +116,9 @@ class MeanQueries(Rounds):
     """Adds up the queries of prompts before their rotation, and the lengths of their rotated pairs."""
 
     calibration: str | None = option(
-        None, "file with the mean queries of this model, which `kvkeep calibrate` or the official code has written"
+        None,
+        "file with the mean queries of this model, which `kvkeep calibrate` or the official code has written",
+        file=True,
     )
 
     summaries: ClassVar[Mapping[str, str]] = {"query": "D", "length": "D", "count": ""}

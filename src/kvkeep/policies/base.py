@@ -241,9 +241,24 @@ _TRIES = 64
 """Steps of the search for the smallest budget that holds pins."""
 
 
-def option(default: _T, text: str, *, within: tuple[int | float, int | float] = (0, math.inf), odd: bool = False) -> _T:
-    """Declare an option of a policy: a dataclass field with a default, a line of help and the range of a number."""
-    value: _T = dataclasses.field(default=default, metadata={"help": text, "within": within, "odd": odd})
+def option(
+    default: _T,
+    text: str,
+    *,
+    within: tuple[int | float, int | float] = (0, math.inf),
+    odd: bool = False,
+    file: bool = False,
+) -> _T:
+    """Declare an option of a policy: a dataclass field with a default, a line of help and the range of a number.
+
+    Args:
+        default: the default.
+        text: the line of help.
+        within: the smallest and the largest number.
+        odd: whether the number must be odd.
+        file: whether the option names a file, which clients of a server must not do.
+    """
+    value: _T = dataclasses.field(default=default, metadata={"help": text, "within": within, "odd": odd, "file": file})
     return value
 
 

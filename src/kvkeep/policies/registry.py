@@ -196,6 +196,8 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
             raise PolicyError(f"Option {key!r} of policy {name!r} has no value; write {name}:{key}=VALUE.")
         if key in values:
             raise PolicyError(f"Option {key!r} of policy {name!r} is given twice.")
+        if key == "keep_prompt":  # elsewhere true and false are given, too
+            value = {"true": "1", "false": "none"}.get(value.lower(), value)
         values[key] = _convert(value, kinds[key], f"{name}:{key}")
     return values
 

@@ -63,7 +63,8 @@ class GoneError(Exception):
 def refusal_of(error: KVKeepError) -> RefusalError:
     """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400."""
     text = str(error)
-    sentence = text if _argument(text) else text[:1].upper() + text[1:]  # a parameter is written as it is
+    # the name of a parameter or of a policy is written as it is
+    sentence = text[:1].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
     if not sentence.endswith((".", "!", "?")):
         sentence += "."
     if _BUSY in text:

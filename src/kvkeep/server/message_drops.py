@@ -10,9 +10,12 @@ from kvkeep.engine.drops import Drop, Drops, drops_of
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import ParsedBody
 from kvkeep.parameters import TRUNCATE_PROMPT_TOKENS
+from kvkeep.pins import spans
 from kvkeep.server.schemas import ChatBody, Generating
 
 _INDEX = re.compile("-?[0-9]{1,9}", re.ASCII)
+_MOST_PLACES = 512
+"""Places between messages whose tokens are told apart: the template is filled in once for each."""
 
 
 @runtime_checkable
@@ -70,7 +73,15 @@ def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: in
         raise ParameterError(
             "drop_message", "names all messages: send a conversation without those that are not needed"
         )
-    borders = sorted({told + place + more for place in dropped for more in (0, 1)} | {told + n + 1 for n in asked})
+    # messages that go together, one behind the other, are one span
+    runs = {after: spans([(place, place + 1) for place in places]) for after, places in asked.items()}
+    ends = {border for found in runs.values() for run in found for border in run} | {after + 1 for after in runs}
+    if len(ends) > _MOST_PLACES:
+        raise ParameterError(
+            "drop_message",
+            f"names messages at {len(ends)} places, and {_MOST_PLACES} are looked for: leave messages out of the body",
+        )
+    borders = sorted(told + border for border in ends)
     starts = served.message_starts(messages, borders, tools=parameters.described, template=parameters.template)
     if unknown := next((border for border in borders if border not in starts), None):
         place = unknown - told
@@ -80,8 +91,8 @@ def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: in
         )
     return drops_of(
         [
-            Drop(starts[told + after + 1], tuple((starts[told + n], starts[told + n + 1]) for n in places))
-            for after, places in asked.items()
+            Drop(starts[told + after + 1], tuple((starts[told + first], starts[told + stop]) for first, stop in found))
+            for after, found in runs.items()
         ]
     )
 

@@ -15,12 +15,15 @@ from kvkeep.errors import InputError, PolicyError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
 from kvkeep.openai.requests import OWN, ignored
 from kvkeep.parameters import Parameter
+from kvkeep.policies.base import own_options
 from kvkeep.policies.registry import available, parse
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
 from kvkeep.server.settings import ServerSettings
 
 # Parts of bodies that the OpenAPI document describes, and that are checked where they are read.
 
+_TYPES = ("bool", "int", "float", "str")
+"""Members of unions, which pydantic names in the place of a mistake."""
 _TEXT: dict[str, Any] = {"type": "string"}
 _OBJECT: dict[str, Any] = {"type": "object"}
 _FUNCTION = {
@@ -411,24 +414,39 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """Return the refusal for the first error of a schema's validation."""
-    mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # pydantic also puts names of union members into the path, which mean nothing to clients
-    place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
-    reason = mistake["msg"][:1].lower() + mistake["msg"][1:]
+    """Return the refusal for the first error of a schema's validation. What may have several types has several."""
+    mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+    name = _named(mistakes[0]["loc"])
+    reasons = [
+        mistake["msg"][:1].lower() + mistake["msg"][1:] for mistake in mistakes if _named(mistake["loc"]) == name
+    ]
+    reason = ", or ".join(dict.fromkeys(reasons[:4]))
     if not name:
         return refusal_of(InputError(f"the body cannot be used: {reason}"))
     return parameter(name, f"is refused: {reason}")
 
 
+def _named(place: tuple[int | str, ...]) -> str:
+    """Return the name of a place in a body, such as ``messages[0].content``."""
+    # pydantic also puts names of union members into the path, which mean nothing to clients
+    parts = [part for part in place if isinstance(part, int) or (part.isidentifier() and part not in _TYPES)]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")[:80]
+
+
 def check_policy(name: str) -> None:
-    """Refuse a policy that is not registered: a client must not name Python modules of the server's machine.
+    """Refuse a policy that is not registered, and one with a file: a client must not name Python modules of the
+    server's machine, nor find out which files it has.
 
     Raises:
-        PolicyError: there is no such policy, or an option of it is unknown.
+        PolicyError: there is no such policy, an option of it is unknown, or names a file.
     """
     if name.partition(":")[0] not in available():
         parse(name.partition(":")[0])  # raises, with the names that are alike
         raise PolicyError(f"There is no policy {name[:60]!r}.")
-    parse(name)
+    policy = parse(name)
+    for field in own_options(type(policy)):
+        if field.metadata.get("file") and getattr(policy, field.name) != field.default:
+            raise PolicyError(
+                f"{field.name} names a file, which a request must not do. Leave `policy` out to run under the "
+                "server's, which may have one."
+            )

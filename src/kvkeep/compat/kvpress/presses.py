@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -120,6 +121,7 @@ class _Prompts:
         Raises:
             InputError: the cache is of a kind that cannot be bounded.
         """
+        args, kwargs = _by_name(module, args, kwargs)
         cache = handed_over(kwargs)
         if kwargs.get("use_cache") is False or cache in self._made:
             return None  # nothing is stored, or the hook of the model around this one has seen to it
@@ -140,12 +142,36 @@ class _Prompts:
         return args, {**kwargs, name: made}
 
 
+def _by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward call by their names, since a cache may be given by its place as well."""
+    # kvkeep's fused decoders pass everything on to the class of transformers, which has the names
+    several = (_places(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
+    names = next(filter(None, several), ())
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or given.keys() & kwargs.keys():
+        return args, kwargs  # the call itself says what is wrong
+    return (), {**given, **kwargs}
+
+
+def _places(forward: Callable[..., Any]) -> Sequence[str]:
+    """Return the names of a method's arguments that may be given by their places, without ``self``."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, known in inspect.signature(forward).parameters.items() if known.kind in kinds][1:]
+
+
 def _become(cache: object, made: BoundedCache) -> None:
     """Turn a caller's empty cache into a bounded one: callers go on with the object that they handed to the model.
 
     Raises:
         InputError: the cache is no dynamic one.
     """
+    if isinstance(cache, BoundedCache):
+        raise InputError(
+            "A press bounds an empty DynamicCache, and was given a BoundedCache. Leave one of two presses that are "
+            "active together (also in another thread), or pass the cache to the model without a press."
+        )
     if type(cache) is not DynamicCache:
         raise InputError(
             f"A press bounds an empty DynamicCache, and was given a {type(cache).__name__}. Pass DynamicCache(), or no "
