@@ -49,6 +49,8 @@ def test_people_read_a_short_name_and_files_have_the_options(name, options):
     assert kvkeep.spec(kvkeep.parse(name)) == options
     assert label(kvkeep.parse(name)) == label(options) == str(kvkeep.parse(options)) == name
     assert len(name) <= 16
+    kept = kvkeep.parse(f"{name},keep_prompt=0.5")
+    assert (str(kept), kvkeep.parse(str(kept))) == (f"{name},keep_prompt=0.5", kept)
 
 
 def test_its_name_is_known_without_torch():

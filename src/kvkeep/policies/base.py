@@ -345,11 +345,13 @@ class Policy(Abilities, abc.ABC):
 
     @property
     def named(self) -> str:
-        """Return the policy's options as people read them: the preset with these options, or else those that differ
-        from their defaults.
+        """Return the policy's options as people read them: the preset with these options, with ``keep_prompt`` behind
+        it, or else those that differ from their defaults.
         """
-        options = set(self.changed.split(","))
-        return next((name for name, text in self.presets.items() if set(text.split(",")) == options), self.changed)
+        kept = [] if self.keep_prompt is None else [f"keep_prompt={_show(self.keep_prompt)}"]
+        options = set(self.changed.split(",")) - set(kept)
+        preset = next((name for name, text in self.presets.items() if set(text.split(",")) == options), None)
+        return self.changed if preset is None else ",".join([preset, *kept])
 
     @property
     def changed(self) -> str:
