@@ -242,6 +242,24 @@ def test_modes_of_a_memory_that_has_evicted(mode, policy, goes_on, monkeypatch):
         assert (reads[1] > 0) == (mode != "fresh")
 
 
+def test_two_questions_at_once_go_on_from_one_memory_that_has_evicted(monkeypatch):
+    with serve(budget=40, engine={**MEMORY, "policy": "reread:chat"}) as server:
+        monkeypatch.setattr(server.served.checkpoint.tokenizer, "chat_template", JOINED)
+        found, messages = talk(server, (A, B, C), max_tokens=12, guided_choice=["dog"])
+        held = found[-1]["usage"]["prompt_tokens"]
+
+        def ask(text):
+            answer = answered(server, [*messages, said(text)], max_tokens=8, temperature=0)
+            return texts_of([answer])[0], cached(answer)
+
+        questions = ("Who is Rex?", "Where did he live?", "Who is Rex?")
+        with ThreadPoolExecutor(3) as threads:
+            together = list(threads.map(ask, questions))
+        assert min(reused for _, reused in together) > held
+        assert [text for text, _ in together] == [ask(text)[0] for text in questions]
+        assert together[0][0] == together[2][0]
+
+
 TRIMS = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}\
 {{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content }}{% endif %}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
