@@ -260,6 +260,18 @@ def test_two_questions_at_once_go_on_from_one_memory_that_has_evicted(monkeypatc
         assert together[0][0] == together[2][0]
 
 
+def test_a_memory_that_has_evicted_is_found_again_after_a_restart_and_by_its_policy_alone(tmp_path, monkeypatch):
+    kept = {**MEMORY, "session_dir": str(tmp_path)}
+    with serve(budget=40, engine={**kept, "policy": "reread:chat"}) as server:
+        monkeypatch.setattr(server.served.checkpoint.tokenizer, "chat_template", JOINED)
+        found, messages = talk(server, (A, B, C), max_tokens=12, guided_choice=["dog"])
+        held = found[-1]["usage"]["prompt_tokens"]
+    for policy, goes_on in (("reread:later", False), ("reread:chat", True)):
+        with serve(budget=40, engine={**kept, "policy": policy}) as server:
+            answer = answered(server, [*messages, said("Who is Rex?")], max_tokens=4)
+            assert (cached(answer) > held) == goes_on, policy
+
+
 TRIMS = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}\
 {{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content }}{% endif %}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
