@@ -354,8 +354,8 @@ def test_throughput_with_fewer_bits(monkeypatch, capsys, here):
     _, data = run("throughput", monkeypatch, capsys, *words)
     (cell,) = data["cells"]
     codes = 8 // 2 + 4  # half a byte for each channel, and a scale and an offset of two bytes
-    exponents = 2 * 8  # a byte for each channel of a row's keys
-    assert cell["requests"] == round(0.001 * (2**20 // (7 * 2 * (2 * codes + 4) + 24 + 16 * 2 + exponents)))
+    transform = 2 * 8 * (1 + 4)  # an exponent and a normal's number for each channel of a row's keys
+    assert cell["requests"] == round(0.001 * (2**20 // (7 * 2 * (2 * codes + 4) + 24 + 16 * 2 + transform)))
     plain, coded = (cell["runs"][f"kvkeep local 20%{bits}"][0] for bits in ("", ", 4"))
     assert (plain["requests"], plain["new_tokens"]) == (coded["requests"], coded["new_tokens"])
 

@@ -28,11 +28,13 @@ WITH_OFFSETS = 2e-4
 def coded(slots, bits, dtype=torch.float32):
     """The slots as codes, with NaN for the scales of empty slots; and the numbers that the codes stand for.
 
-    Keys of 4 bits have exponents, which differ in each row and head.
+    Keys of 4 bits have exponents and normals, which differ in each row and head.
     """
     transform = KeyTransform.blank(slots.keys, bits)
     if transform.exponents is not None:
         transform.exponents.random_(-2, 3, generator=torch.Generator().manual_seed(0))
+        transform.normals.normal_(generator=torch.Generator().manual_seed(0))
+        transform.normals.div_(transform.normals.norm(dim=-1, keepdim=True)).mul_(2**0.5)
     keys, values = encode_keys(slots.keys.nan_to_num(), bits[0], transform), encode(slots.values.nan_to_num(), bits[1])
     wide = Slots(transform.restored(decode(keys, torch.float32)), decode(values, torch.float32), slots.positions)
     empty = (slots.positions < 0).expand(keys.scales.shape[:3])
@@ -54,7 +56,7 @@ def there(name, slots):
     """The slots where a backend works."""
     parts = on(name, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
     keys, values = Codes(*parts[:2], slots.coded_keys.bits), Codes(*parts[2:4], slots.coded_values.bits)
-    transform = KeyTransform(*on(name, *(x for x in slots.transform if x is not None)))
+    transform = KeyTransform(*on(name, *slots.transform.of_rows.values()))
     return CodedSlots.of(keys, values, parts[4], slots.dtype, transform)
 
 

@@ -24,7 +24,7 @@ from kvkeep.engine.host_copies import COPIES
 from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
-from kvkeep.models.key_scaling import key_exponents
+from kvkeep.models.key_transforms import key_transforms
 from kvkeep.models.load import find, quiet, read_weights
 from kvkeep.planning import bandwidth, model_shapes
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
@@ -127,7 +127,7 @@ def test_layers_that_wait_hold_the_tokens_of_their_slots_as_codes(tmp_path: Path
     config.save_pretrained(tmp_path)
     model, given = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval()), {"head_budget": "global:1"}
     pieces, peaks = torch.zeros((1, 192), dtype=torch.int64).split(48, dim=1), {}
-    key_exponents(model)  # once for a model, when it is first met with keys of 4 bits: no part of a prompt
+    key_transforms(model)  # once for a model, when it is first met with keys of 4 bits: no part of a prompt
     for kv_bits in (None, "4"):
         cache = kvkeep.BoundedCache(config, "h2o", 128, **given, kv_bits=kv_bits)
         cache.phase = Phase.PREFILL

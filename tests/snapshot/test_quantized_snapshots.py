@@ -137,6 +137,33 @@ def test_a_file_with_codes_of_4_bits_without_offsets_is_refused_with_a_remedy(tm
         snapshots.load(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("key_normals", lambda x: x + math.nan, "normals of no reflections"),
+        ("key_normals", lambda x: x + 1, "normals of no reflections"),
+        ("key_normals", lambda x: x.half(), "normals that are no float32"),
+        ("key_exponents", lambda x: x.fill_(16), "exponents of its keys beyond 15"),
+        ("key_exponents", lambda x: x.int(), "exponents that are no int8"),
+    ],
+)
+def test_transforms_that_change_products_are_refused(name, change, said, tmp_path):
+    file = tmp_path / "memory"
+    fed(model("llama"), "4").snapshot().save(file)
+    rewritten(file, lambda key, x: change(x) if key.endswith(name) else x)
+    with pytest.raises(SnapshotError, match=said):
+        snapshots.load(file)
+
+
+@pytest.mark.parametrize("name", ["key_exponents", "key_normals"])
+def test_a_file_without_what_was_done_to_keys_is_refused_with_a_remedy(name, tmp_path):
+    file = tmp_path / "memory"
+    fed(model("llama"), "4").snapshot().save(file)
+    file.write_bytes(file.read_bytes().replace(name.encode(), name[:-1].encode() + b"z"))
+    with pytest.raises(SnapshotError, match=r"an earlier version wrote it.*read the text again|no snapshot has"):
+        snapshots.load(file)
+
+
 def test_a_file_cut_anywhere_is_refused(tmp_path):
     file = tmp_path / "memory"
     fed(model("llama"), "4").snapshot().save(file)

@@ -38,6 +38,7 @@ from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.cache.token_history import Decodes, Ids, TokenHistory, device_of, padded, rows_of
 from kvkeep.errors import InputError, PolicyError, UnsupportedOperationError
 from kvkeep.kv.lost_mass import LostShares, shares
+from kvkeep.kv.slot_codec import KeyTransform
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies._keep_prompt import keeping
@@ -276,14 +277,14 @@ class BoundedCache(PhasedCache):
         """
         self.row_snapshots.feeds(weights)
 
-    def scale_keys(self, exponents: Mapping[int, Int[Tensor, "Hk D"]]) -> None:
-        """Set the powers of two by which keys of 4 bits are divided, by layer number. An attached model calls it.
+    def transform_keys(self, transforms: Mapping[int, KeyTransform]) -> None:
+        """Set what is done to keys of 4 bits before they are coded, by layer number. An attached model calls it.
 
         Rows that hold tokens keep theirs.
         """
         layers = self.bounded_layers()
-        for number in layers.keys() & exponents.keys():
-            layers[number].scale_keys(exponents[number])
+        for number in layers.keys() & transforms.keys():
+            layers[number].transform_keys(transforms[number])
 
     def check_adapters(self) -> None:
         """Refuse to go on if the model's adapters were switched since the cache was last fed. An attached model calls

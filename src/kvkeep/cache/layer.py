@@ -30,7 +30,7 @@ from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, beside, view_of
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.slot_codec import at
+from kvkeep.kv.slot_codec import KeyTransform, at
 from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
 from kvkeep.policies._keep_prompt import check_budget, keeps_share, keeps_whole, with_prompt
@@ -177,7 +177,7 @@ class Layer:
         budgets: the budget asked for, at most the window; one number, or one per row.
         rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
         heads: which of the layer's KV heads this process holds; by default all.
-        key_exponents: see `kvkeep.kv.slot_codec.KeyTransform`; ``None``: all are 0.
+        key_transform: what is done to keys of 4 bits before they are coded; ``None``: only what is done to all keys.
         plan: what the block is made of.
         paths: how decode steps are made; `DecodePaths.path` is the path of the last one.
     """
@@ -214,7 +214,7 @@ class Layer:
         store = store_for(policy, self.budgets, kv_bits)
         self.plan = BlockPlan(policy, index, store, sequences, pins)
         self.heads: Heads = ALONE
-        self.key_exponents: Int[Tensor, "Hk D"] | None = None
+        self.key_transform: KeyTransform | None = None
         self.rotary: Rotation | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
@@ -232,13 +232,13 @@ class Layer:
         self.allocated &= self._made and not moves and not self.policy.spreads and not keeps_whole(self.policy)
         if self.allocated:
             self.block.clear()
-            self.block.scale_keys(self.key_exponents, slice(None))
+            self.block.transform_keys(self.key_transform, slice(None))
 
-    def scale_keys(self, exponents: Int[Tensor, "Hk D"]) -> None:
-        """Set the powers of two by which keys are divided in rows that hold no token, now and later."""
-        self.key_exponents = exponents
+    def transform_keys(self, transform: KeyTransform) -> None:
+        """Set what is done to keys before they are coded in rows that hold no token, now and later."""
+        self.key_transform = transform
         if self.allocated:
-            self.block.scale_keys(exponents, self.block.seen == 0)
+            self.block.transform_keys(transform, self.block.seen == 0)
 
     def mend(self, moves: int) -> None:
         """Mark the layer as intact after its block was filled anew, and drop steps that wait for other layers.
@@ -302,7 +302,7 @@ class Layer:
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """Return an empty block for keys and values like these. The layer does not use it yet."""
         block = self.plan.block(keys, values, budgets=self.budgets, heads=self.heads, together=self._together)
-        block.scale_keys(self.key_exponents, slice(None))
+        block.transform_keys(self.key_transform, slice(None))
         return block
 
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.budget import Number, by_head
@@ -24,6 +23,7 @@ from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.joint_block import JointBlock
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
+from kvkeep.kv.slot_codec import KeyTransform
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
@@ -82,7 +82,7 @@ class Blocks:
         kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the dtype of
         ``like``.
         among: which KV heads this process holds; by default all.
-        exponents: of the keys of each layer, see `kvkeep.kv.slot_codec.KeyTransform`; by default all are 0.
+        transforms: of the keys of each layer before they are coded; by default only those that all keys have.
 
     Attributes:
         version: incremented before tensors are replaced or added.
@@ -95,10 +95,10 @@ class Blocks:
         *,
         kv_bits: str | None = None,
         among: Heads = ALONE,
-        exponents: Sequence[Int[Tensor, "Hk D"]] = (),
+        transforms: Sequence[KeyTransform] = (),
     ) -> None:
         self._policies, self._like, self._kv_bits, self.version = policies, like, kv_bits, 0
-        self._among, self._exponents = among, exponents
+        self._among, self._transforms = among, transforms
         if len({_kinds(slots) for slots, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
             raise UnsupportedOperationError(
                 "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
@@ -133,12 +133,12 @@ class Blocks:
         for layers in self._alike(budgets):
             self._stacks.append(Stack(self._block(count, layers, budgets), layers, count))
         self._divide()
-        self._scale_keys(slice(None))
+        self._transform_keys(slice(None))
 
-    def _scale_keys(self, rows: slice) -> None:
-        """Give empty rows the layers' exponents of keys."""
-        for block, exponents in zip(self._blocks, self._exponents, strict=False):
-            block.scale_keys(exponents, rows)
+    def _transform_keys(self, rows: slice) -> None:
+        """Set what is done to the keys of empty rows before they are coded."""
+        for block, transform in zip(self._blocks, self._transforms, strict=False):
+            block.transform_keys(transform, rows)
 
     def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
         """Group the layers into stacks, and return the layer numbers of each: all layers that share a budget, layers of
@@ -190,7 +190,7 @@ class Blocks:
         for stack in self._stacks:
             stack.block.sequences[stack.of(row)] = sequence
         self.clear(row)
-        self._scale_keys(slice(row, row + 1))
+        self._transform_keys(slice(row, row + 1))
 
     def clear(self, row: int) -> None:
         """Empty a row in all layers."""

@@ -18,10 +18,10 @@ from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.engine.kv_blocks import Blocks, RecurrentState, probed, states_of
 from kvkeep.kv.block import Block
 from kvkeep.kv.row_copy import has_room
-from kvkeep.kv.slot_codec import scales_keys
+from kvkeep.kv.slot_codec import transforms_keys
 from kvkeep.kv.store import inference
 from kvkeep.models.checkpoint import Model
-from kvkeep.models.key_scaling import key_exponents
+from kvkeep.models.key_transforms import key_transforms
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies._keep_prompt import keeps_share
@@ -153,9 +153,9 @@ class KVManager:
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
         layout = self._layout(policy)
         self.heads = layout.heads
-        found = key_exponents(model) if scales_keys(layout.kv_bits) else {}
-        exponents = [found[number] for number in layers] if found.keys() >= layers.keys() else []
-        self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads, exponents=exponents)
+        found = key_transforms(model) if transforms_keys(layout.kv_bits) else {}
+        transforms = [found[number] for number in layers] if found.keys() >= layers.keys() else []
+        self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads, transforms=transforms)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = RecurrentState(states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))

@@ -16,7 +16,7 @@ from kvkeep import pins as spans
 from kvkeep.errors import PolicyError, ShapeError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.slot_codec import EXPONENTS, Beside, LazySlots, LazyView, Tokens
+from kvkeep.kv.slot_codec import TRANSFORMS, Beside, KeyTransform, LazySlots, LazyView, Tokens
 from kvkeep.kv.store import DenseStore, Store
 from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, State, Turning, View, bytes_of
 
@@ -168,14 +168,18 @@ class Block:
         if self.pins is not None:
             self.pins[row] = spans.LAST
 
-    def scale_keys(self, exponents: Int[Tensor, "Hk D"] | None, rows: Bool[Tensor, " B"] | slice) -> None:
-        """Set the powers of two by which the keys of empty rows will be divided; ``None``: 1.
+    def transform_keys(self, transform: KeyTransform | None, rows: Bool[Tensor, " B"] | slice) -> None:
+        """Set what is done to the keys of empty rows before they are coded; ``None``: nothing but `hadamard`.
 
-        Do nothing if keys are stored without, see `kvkeep.kv.slot_codec.KeyTransform`.
+        Do nothing if keys are stored without, see `KeyTransform`.
+
+        Args:
+            transform: that of one row.
+            rows: the rows.
         """
-        held = self.store.per_row().get(EXPONENTS)
-        if held is not None:
-            held[rows] = 0 if exponents is None else exponents.to(held.device)
+        held, new = self.store.per_row(), {} if transform is None else transform.of_rows
+        for name in held.keys() & set(TRANSFORMS):
+            held[name][rows] = new[name].to(held[name].device) if name in new else 0
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """Return the positions that the next ``T`` tokens of each row will have, -1 for padding. Nothing is counted."""
@@ -337,7 +341,7 @@ class Block:
         if not self.store.room:
             return MemoryUsage()  # no rows
         everything = bytes_of(self.per_row().values())
-        slots = bytes_of(tensor for name, tensor in self.store.per_row().items() if name != EXPONENTS)
+        slots = bytes_of(tensor for name, tensor in self.store.per_row().items() if name not in TRANSFORMS)
         per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
         return MemoryUsage(
             allocated_bytes=everything,

@@ -14,11 +14,11 @@ from kvkeep import budget as budgets
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.slot_codec import EXPONENTS
+from kvkeep.kv.slot_codec import TRANSFORMS
 from kvkeep.pins import Spans
 from kvkeep.types import EMPTY, MemoryUsage
 
-_OF_HEADS = ("store.starts", "store.sizes", f"store.{EXPONENTS}", "lost", "budget")
+_OF_HEADS = ("store.starts", "store.sizes", *(f"store.{name}" for name in TRANSFORMS), "lost", "budget")
 _OF_LAYERS = ("seen", "prompt")
 """Tensors whose second axis is the heads of all layers, besides the state of heads, and the layers."""
 

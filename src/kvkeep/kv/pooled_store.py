@@ -432,7 +432,7 @@ class OpenedPool(Store):
         return {**self._first(self.capacity).tensors, **self.pool.vectors.of_rows, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """Return the names of the tensors with one entry per slot: all but the exponents of keys."""
+        """Return the names of the tensors with one entry per slot: all but those of the keys' transform."""
         return (*self.pool.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> Store:

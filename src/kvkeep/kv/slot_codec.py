@@ -104,9 +104,9 @@ def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
 # Keys and values in 8 or 4 bits per number: the codes, and slots that hold them.
 #
 # Each token has one scale (at 4 bits and one offset) for a group of channels, so that a slot is overwritten in place
-# without a look at its neighbours. Keys are multiplied with a Hadamard matrix before they are coded. It spreads a
-# channel that is much larger than the others over its whole block. Before that, at 4 bits, channels are scaled by how
-# much queries make of them. ``docs/quantised.md`` says why, and draws the layout.
+# without a look at its neighbours. Keys are transformed before they are coded (`KeyTransform`): at all bits by a
+# Hadamard matrix, at 4 bits also channel by channel before it and by reflections behind it. ``docs/quantised.md`` says
+# why, and draws the layout.
 
 CODES = {8: (-127, 127), 4: (0, 15)}
 """The least and the greatest code by number of bits."""
@@ -123,14 +123,14 @@ KV_BITS = {"8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
 Bits: TypeAlias = tuple[int, int] | None
 """Bits of a key's numbers and of a value's, see `KV_BITS`; ``None``: both have the model's dtype."""
 
-EXPONENTS = "key_exponents"
-"""The name of `KeyTransform.exponents` among the tensors of a store."""
+TRANSFORMS = EXPONENTS, NORMALS = "key_exponents", "key_normals"
+"""The names of `KeyTransform.exponents` and `KeyTransform.normals` among the tensors of a store."""
 
 MOST_EXPONENT = 15
 """The largest size of an exponent."""
 
 _SCALED = 4
-"""Bits of the keys that have exponents."""
+"""Bits of the keys that have exponents and normals."""
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
@@ -177,8 +177,8 @@ def check_bits(kv_bits: object) -> str | None:
     )
 
 
-def scales_keys(kv_bits: str | None) -> bool:
-    """Return whether keys have exponents in slots of these bits (a name of `KV_BITS`), see `KeyTransform`."""
+def transforms_keys(kv_bits: str | None) -> bool:
+    """Return whether keys have exponents and normals in slots of these bits (a name of `KV_BITS`)."""
     return kv_bits is not None and KV_BITS[kv_bits][0] == _SCALED
 
 
@@ -201,6 +201,11 @@ def group_size(dim: int) -> int:
     Kernels read whole vectors of a group, and of half a group at 4 bits, so no other divisor will do.
     """
     return next((size for size in (64, 32) if dim % size == 0), dim)
+
+
+def n_normals(dim: int) -> int:
+    """Return how many reflections keys of 4 bits have: one for each group of channels, and at most 2."""
+    return min(2, dim // group_size(dim))
 
 
 def scale_halves(dim: int, bits: int) -> int:
@@ -240,36 +245,49 @@ def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
 
 
 class KeyTransform(NamedTuple):
-    """What is done to a key before it is coded, and to a query before it meets coded keys.
+    """What is done to a key before it is coded, and to a query before it meets coded keys; it changes no product.
 
-    Each channel of a key is divided by a power of two, and that of a query multiplied with it, which changes no
-    product. So channels of which queries make little take little of the codes' range. Then both are multiplied with
-    `hadamard`, which changes no product either.
+    1. Each channel of a key is divided by a power of two, and that of a query multiplied with it. So channels of which
+       queries make little take little of the codes' range.
+    2. Both are multiplied with `hadamard`, which spreads single large channels over their block.
+    3. Both are reflected, so that the direction in which most of the head's keys lie becomes one in which all channels
+       of a group are alike. What keys have of it is in their groups' offsets then, and takes nothing of the range.
 
     Attributes:
         exponents: of the powers of two; ``None``: all are 0.
+        normals: of the reflections, one after the other: ``x - normal * (normal · x)``. The square of a normal is 2, or
+            0, which leaves vectors as they are. ``None``: there are none.
     """
 
     exponents: Int8[Tensor, "B Hk D"] | None = None
+    normals: Float[Tensor, "B Hk n D"] | None = None
 
     @classmethod
     def blank(cls, like: Float[Tensor, "B Hk _ D"], bits: Bits) -> KeyTransform:
-        """Return exponents of 0 for keys like these if they have 4 bits. Keys of more bits do without any."""
+        """Return exponents and normals of 0 for keys like these if they have 4 bits. Keys of more bits do without."""
         if bits is None or bits[0] != _SCALED:
             return cls()
-        return cls(like.new_zeros((*like.shape[:2], like.shape[3]), dtype=torch.int8))
+        (B, Hk, _, D), n = like.shape, n_normals(like.shape[3])
+        zeros = like.new_zeros((B, Hk, D), dtype=torch.int8)
+        return cls(zeros, like.new_zeros((B, Hk, n, D), dtype=torch.float32))
+
+    @property
+    def of_rows(self) -> dict[str, Tensor]:
+        """Return the tensors by their names in a store; those that there are."""
+        named = zip(TRANSFORMS, self, strict=True)
+        return {name: tensor for name, tensor in named if tensor is not None}
 
     def keys(self, keys: Float[Tensor, "B Hk n D"]) -> Float[Tensor, "B Hk n D"]:
         """Return keys as they are coded, in float32."""
-        return hadamard(self.scaled(keys.float(), -1))
+        return self.reflected(hadamard(self.scaled(keys.float(), -1)))
 
     def restored(self, keys: Float[Tensor, "B Hk n D"]) -> Float[Tensor, "B Hk n D"]:
         """Return the keys that `keys` was given, in float32."""
-        return self.scaled(hadamard(keys.float()), 1)
+        return self.scaled(hadamard(self.reflected(keys.float(), back=True)), 1)
 
     def query(self, query: Float[Tensor, "B Hq T D"]) -> Float[Tensor, "B Hq T D"]:
         """Return queries whose products with coded keys are those of the given ones with the keys."""
-        return hadamard(self.scaled(query.float(), 1)).to(query.dtype)
+        return self.reflected(hadamard(self.scaled(query.float(), 1))).to(query.dtype)
 
     def scaled(self, x: Float[Tensor, "B H n D"], sign: int) -> Float[Tensor, "B H n D"]:
         """Return queries multiplied with the powers of two (``sign`` 1), or keys divided by them (-1).
@@ -281,6 +299,34 @@ class KeyTransform(NamedTuple):
         # the bits of a float32; pow and exp2 are not exact everywhere
         powers = ((127 + sign * self.exponents.int()) << 23).view(torch.float32)
         return x * powers.repeat_interleave(x.shape[1] // powers.shape[1], dim=1)[:, :, None]
+
+    def reflected(self, x: Float[Tensor, "B H n D"], *, back: bool = False) -> Float[Tensor, "B H n D"]:
+        """Return reflected keys or queries, in float32; ``back``: those that were reflected to the given ones.
+
+        Query heads have the normals of their KV head.
+        """
+        if self.normals is None:
+            return x
+        normals = self.normals.repeat_interleave(x.shape[1] // self.normals.shape[1], dim=1)
+        each = normals[:, :, :, None].unbind(dim=2)
+        for normal in reversed(each) if back else each:
+            x = x - normal * _sum(normal * x)
+        return x
+
+
+_LANES = 16
+
+
+def _sum(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B 1"]:
+    """Return sums of the channels, in one order, so that each implementation rounds alike: those of every 16th channel
+    from the first to the last, and of these 16 the halves, ``a + b`` at distances 8, 4, 2 and 1.
+    """
+    missing = -x.shape[-1] % _LANES
+    first, *others = (torch.nn.functional.pad(x, (0, missing)) if missing else x).split(_LANES, dim=-1)
+    total: Tensor = functools.reduce(torch.add, others, first)
+    while total.shape[-1] > 1:
+        total = torch.add(*total.chunk(2, dim=-1))
+    return total
 
 
 _PLAIN = KeyTransform()
@@ -509,15 +555,15 @@ class Vectors:
 
     @property
     def of_rows(self) -> dict[str, Tensor]:
-        """Return the tensors that belong to rows as a whole: ``key_exponents``, if keys have any."""
-        return {} if self.transform.exponents is None else {EXPONENTS: self.transform.exponents}
+        """Return the tensors that belong to rows as a whole: those of ``transform``."""
+        return self.transform.of_rows
 
     def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
         """Return the same kind of vectors in other tensors, named as in ``tensors`` and `of_rows`.
 
-        Other names are left out. Without exponents among them these stay as they are.
+        Other names are left out. Without those of a transform it stays as it is.
         """
-        transform = KeyTransform(tensors[EXPONENTS]) if EXPONENTS in tensors else self.transform
+        transform = KeyTransform(*map(tensors.get, TRANSFORMS)) if EXPONENTS in tensors else self.transform
         return replace(self, tensors={name: tensors[name] for name in self.tensors}, transform=transform)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Vectors:

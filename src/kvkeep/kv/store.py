@@ -455,7 +455,7 @@ class QuantizedStore(Store):
         return {**self.vectors.tensors, **self.vectors.of_rows, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """Return the names of the tensors with one entry per slot: all but the exponents of keys."""
+        """Return the names of the tensors with one entry per slot: all but those of the keys' transform."""
         return (*self.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> QuantizedStore:

@@ -24,9 +24,9 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
-from kvkeep.kv.slot_codec import scales_keys
+from kvkeep.kv.slot_codec import transforms_keys
 from kvkeep.models.device import check_offloaded, without_autocast
-from kvkeep.models.key_scaling import key_exponents
+from kvkeep.models.key_transforms import key_transforms
 from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.models.rotary import LengthRule, follows_length, rotate_by_text
 from kvkeep.models.support import (
@@ -417,8 +417,8 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
             _check_heads(cache, cast(PreTrainedModel, model).config)
             cache.feeds(WeightsOf(model))
-            if scales_keys(cache.row_snapshots.settings.kv_bits):
-                cache.scale_keys(key_exponents(cast(PreTrainedModel, model)))
+            if transforms_keys(cache.row_snapshots.settings.kv_bits):
+                cache.transform_keys(key_transforms(cast(PreTrainedModel, model)))
         cache.check_adapters()
         if ids.shape[1] > 1 and cache.get_seq_length() and (rule := LengthRule.of(model)):
             _check_lengths(rule, cache, ids.shape[1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvkeep.budget import Number
 from kvkeep.errors import UnsupportedOperationError
-from kvkeep.kv.slot_codec import KV_BITS, check_dim, scale_halves, scales_keys
+from kvkeep.kv.slot_codec import KV_BITS, check_dim, n_normals, scale_halves, transforms_keys
 
 # Bytes of keys, values and what lies beside them, from the shapes of a model's layers.
 #
@@ -68,9 +68,10 @@ class LayerShape:
             check_dim(dim, bits)
         return self.kv_heads * sum(dim * bits // 8 + _HALF * scale_halves(dim, bits) for dim, bits in pairs)
 
-    def exponent_bytes(self, kv_bits: str | None) -> int:
-        """Return the bytes of a row's exponents, of which each channel of keys in 4 bits has one."""
-        return self.kv_heads * self.key_dim if scales_keys(kv_bits) else 0
+    def transform_bytes(self, kv_bits: str | None) -> int:
+        """Return the bytes of a row's tensors of `kvkeep.kv.slot_codec.KeyTransform`, which keys in 4 bits have."""
+        each = 1 + _FLOAT32 * n_normals(self.key_dim)
+        return self.kv_heads * self.key_dim * each if transforms_keys(kv_bits) else 0
 
     def widened_bytes(self, itemsize: int) -> int:
         """Return the bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
@@ -107,7 +108,7 @@ def block_bytes(
         kv_bits: see `LayerShape.slot_bytes`.
     """
     heads, beside = layer.kv_heads, _POSITION + _FLOAT32 * states
-    own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets + layer.exponent_bytes(kv_bits)
+    own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets + layer.transform_bytes(kv_bits)
     if isinstance(budget, int):
         # one slot more than the budget: a new token comes before another one goes
         return (budget + 1) * (layer.slot_bytes(itemsize, kv_bits) + heads * beside) + own
@@ -140,7 +141,7 @@ def joint_bytes(
     heads, one = sum(layer.kv_heads for layer in layers), layers[0].slot_bytes(itemsize, kv_bits) // layers[0].kv_heads
     pool = heads * (budget + 1) + 1  # one entry belongs to no head
     own = heads * (_LOST + _FLOAT32 * per_head + _RANGE) + _COUNTERS + _SEEN * (len(layers) - 1)
-    own += sum(layer.exponent_bytes(kv_bits) for layer in layers)
+    own += sum(layer.transform_bytes(kv_bits) for layer in layers)
     return pool * (one + _POSITION + _FLOAT32 * states) + own
 
 

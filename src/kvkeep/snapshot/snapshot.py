@@ -19,7 +19,16 @@ from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.kv.row_copy import RowCopy
-from kvkeep.kv.slot_codec import EXPONENTS, HALVES, KV_BITS, MOST_EXPONENT, NUMBERS, scale_halves, scales_keys
+from kvkeep.kv.slot_codec import (
+    EXPONENTS,
+    HALVES,
+    KV_BITS,
+    MOST_EXPONENT,
+    NORMALS,
+    NUMBERS,
+    scale_halves,
+    transforms_keys,
+)
 from kvkeep.pins import Span, Spans, end, spans
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.contents import Contents, Place, StateCopy
@@ -187,7 +196,10 @@ class FileParts(NamedTuple):
     note: Mapping[str, Any]
 
 
-_EXPONENTS = f"store.{EXPONENTS}"
+_EXPONENTS, _NORMALS = f"store.{EXPONENTS}", f"store.{NORMALS}"
+_ROUNDED = 1e-4
+"""By how much the square of a normal may miss 2."""
+
 _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""
 
@@ -311,9 +323,13 @@ def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerp
     """
     scales = entries.keys() & set(SCALES)
     check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
-    exponents, scaled = entries.get(_EXPONENTS), scales_keys(made.kv_bits)
-    check((exponents is not None) == scaled, f"{shown} has {'no' if scaled else 'needless'} exponents of its keys")
-    check(exponents is None or exponents.dtype == torch.int8, f"{shown} has exponents that are no int8")
+    transformed = transforms_keys(made.kv_bits)
+    for name, dtype in ((_EXPONENTS, torch.int8), (_NORMALS, torch.float32)):
+        called, entry = name.removeprefix("store.key_"), entries.get(name)
+        missing = f"it has no {called} of keys of 4 bits: an earlier version wrote it; read the text again"
+        check(entry is not None or not transformed, missing)
+        check(entry is None or transformed, f"{shown} has needless {called} of its keys")
+        check(entry is None or entry.dtype == dtype, f"{shown} has {called} that are no {str(dtype)[6:]}")
     for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
         entry = entries[f"store.{name}"]
         wanted = f"torch.{made.dtype}" if bits is None else str(NUMBERS[bits])
@@ -349,6 +365,12 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     if (exponents := found.get(_EXPONENTS)) is not None:
         allowed = bool((exponents.int().abs() <= MOST_EXPONENT).all())
         check(allowed, f"{shown} has exponents of its keys beyond {MOST_EXPONENT}")
+    if (normals := found.get(_NORMALS)) is not None:
+        squares = normals.square().sum(dim=-1)
+        check(
+            bool(((squares - 2).abs() < _ROUNDED).logical_or(squares == 0).all()),
+            f"{shown} has normals of no reflections",
+        )
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport
 from kvkeep.backends.native.build import native
-from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes, KeyTransform
+from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes, KeyTransform, n_normals
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Ranges, Slots
 
@@ -80,7 +80,7 @@ class Coding(NamedTuple):
     transform: KeyTransform
 
 
-_CODED = struct.Struct("3q 3q 3q 3q 3q")  # twice `Coded` in codes.h, and `Exponents`
+_CODED = struct.Struct("3q 3q 3q 3q 3q 4q")  # twice `Coded` in codes.h, `Exponents` and `Normals`
 _NONE = bytes(_CODED.size)
 
 
@@ -93,15 +93,16 @@ def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
 
 
 def packed(coding: Coding | None) -> bytes:
-    """Pack the coding of keys and values as the kernel's structs `Coded` and `Exponents`; zeros for ``None``."""
+    """Pack the coding of keys and values as `Coded`, `Exponents` and `Normals` in codes.h; zeros for ``None``."""
     if coding is None:
         return _NONE
-    keys, values, (exponents,) = coding
+    keys, values, (exponents, normals) = coding
     # for each: bits, numbers that share a scale, and where the scales lie
     return _CODED.pack(
         *(keys.bits, keys.group, keys.scales.data_ptr(), *keys.scales.stride()[:3]),
         *(values.bits, values.group, values.scales.data_ptr(), *values.scales.stride()[:3]),
         *((0, 0, 0) if exponents is None else (exponents.data_ptr(), *exponents.stride()[:2])),
+        *((0, 0, 0, 0) if normals is None else (normals.data_ptr(), *normals.stride()[:2], normals.shape[2])),
     )
 
 
@@ -114,11 +115,10 @@ def packed_ranges(ranges: Ranges | None) -> tuple[int, int, int, int]:
 
 
 def scales_of(coding: Coding | None) -> tuple[Tensor, ...]:
-    """Return the scales of quantized keys and values, and exponents if there are any; empty if not quantized."""
+    """Return the scales of quantized keys and values, and the tensors of the transform; empty if not quantized."""
     if coding is None:
         return ()
-    exponents = coding.transform.exponents
-    return coding.keys.scales, coding.values.scales, *(() if exponents is None else (exponents,))
+    return coding.keys.scales, coding.values.scales, *coding.transform.of_rows.values()
 
 
 def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
@@ -139,8 +139,14 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
 
 
 def _fits(transform: KeyTransform, keys: tuple[int, int, int]) -> bool:
-    """Return whether there are no exponents, or as many as a row of so many rows, KV heads and channels has."""
-    exponents = transform.exponents
+    """Return whether there are no exponents, or as many as a row of so many rows, KV heads and channels has, and the
+    same of normals.
+    """
+    exponents, normals = transform
+    if normals is not None:
+        B, Hk, D = keys
+        if normals.dtype != torch.float32 or normals.shape != (B, Hk, n_normals(D), D) or normals.stride(2) != D:
+            return False
     return exponents is None or (exponents.dtype == torch.int8 and exponents.shape == keys)
 
 

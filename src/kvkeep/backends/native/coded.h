@@ -63,6 +63,7 @@ class CodedHead : Multiplier {
             widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
             multiply_by_powers<1>(vector, a.exponents.of(row, head), a.dim);
             hadamard(vector, a.dim);
+            reflect(vector, a.normals, row, head, a.dim);
             for (int64_t i = 0; i < a.dim; i++) vector[i] *= (float)a.scaling;
             put_query(g, vector);
         }
@@ -104,6 +105,7 @@ class CodedHead : Multiplier {
                 else if (keys.bytes > W) store(at + second, x.b, keys.bytes - W);
             }
         }
+        reflect<true>(vector, a.normals, row, head, a.dim);
         hadamard(vector, a.dim);
         multiply_by_powers<1>(vector, a.exponents.of(row, head), a.dim);
         read_angles(a.angles, ranks.of(positions[s]), own);
@@ -155,6 +157,7 @@ inline bool code_token(const Write &w, int64_t row, int64_t head, int64_t entry,
     }
     multiply_by_powers<-1>(key, w.exponents.of(row, head), w.dim);
     hadamard(key, w.dim);
+    reflect(key, w.normals, row, head, w.dim);
     const auto put = [=](const float *x, const Coded &to, int64_t dim, char *numbers) {
         uint16_t *scales = (uint16_t *)to.scales + row * to.scale_row + head * to.scale_head + entry * to.scale_slot;
         by_bits(to.bits, [&](auto code) { code_vector<decltype(code)>(x, Grouping(to, dim), codes, numbers, scales); });

@@ -30,6 +30,14 @@ extern "C" struct Exponents {
     const int8_t *of(int64_t r, int64_t h) const { return first ? first + r * row + h * head : nullptr; }
 };
 
+// Of the normals of reflections behind the Hadamard matrix, float32: n for each head, dense; null: there are none.
+extern "C" struct Normals {
+    const float *first;
+    int64_t row, head, n;
+
+    const float *of(int64_t r, int64_t h) const { return first + r * row + h * head; }
+};
+
 namespace {
 
 typedef int8_t Signed __attribute__((vector_size(W)));
@@ -181,15 +189,20 @@ inline void narrow_all(int64_t type, const float *from, int64_t n, char *to) {
 
 // ---- the Hadamard matrix --------------------------------------------------------------------------------------------
 
+// Lanes in the places of those at a distance.
+template <int DISTANCE, int... I>
+inline Floats across(Floats v, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(v, v, (I ^ DISTANCE)...);
+#else
+    return __builtin_shuffle(v, Ints{(I ^ DISTANCE)...});
+#endif
+}
+
 // (a + b, a - b) of lanes at a distance.
 template <int DISTANCE, int... I>
-inline Floats butterflies(Floats v, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-    const Floats other = __builtin_shufflevector(v, v, (I ^ DISTANCE)...);
-#else
-    const Floats other = __builtin_shuffle(v, Ints{(I ^ DISTANCE)...});
-#endif
-    return other + (Floats)((Ints)v ^ Ints{(I & DISTANCE ? INT32_MIN : 0)...});
+inline Floats butterflies(Floats v, std::integer_sequence<int, I...> lanes) {
+    return across<DISTANCE>(v, lanes) + (Floats)((Ints)v ^ Ints{(I & DISTANCE ? INT32_MIN : 0)...});
 }
 
 template <int DISTANCE = 1>
@@ -240,6 +253,45 @@ inline void multiply_by_powers(float *x, const int8_t *exponents, int64_t n) {
         float power;
         std::memcpy(&power, &bits, sizeof power);
         x[i] *= power;
+    }
+}
+
+// ---- reflections -----------------------------------------------------------------------------------------------------
+
+// The sum of all lanes in each lane, added at distances from the largest to 1.
+template <int DISTANCE = W / 2>
+inline Floats sum_of_halves(Floats v) {
+    if constexpr (DISTANCE > 0)
+        return sum_of_halves<DISTANCE / 2>(v + across<DISTANCE>(v, std::make_integer_sequence<int, W>()));
+    return v;
+}
+
+// The product of two vectors in each lane, with sums in the order of slot_codec.py: every 16th channel, then halves.
+inline Floats dot_of(const float *a, const float *b, int64_t n) {
+    constexpr int64_t EACH = 16 / W;
+    // in registers, or compilers add the products before they are rounded
+    const auto product = [=](int64_t i) {
+        return in_register(load<Floats>(a + i, n - i, 0.0f) * load<Floats>(b + i, n - i, 0.0f));
+    };
+    Floats total[EACH];
+    for (int64_t k = 0; k < EACH; k++) total[k] = product(k * W);
+    for (int64_t i = 16; i < n; i += 16)
+        for (int64_t k = 0; k < EACH; k++) total[k] += product(i + k * W);
+    for (int64_t distance = EACH / 2; distance; distance /= 2)
+        for (int64_t k = 0; k < distance; k++) total[k] += total[k + distance];
+    return sum_of_halves(total[0]);
+}
+
+// Reflect n floats in place, by all normals of a head; BACK: undo it.
+template <bool BACK = false>
+inline void reflect(float *x, const Normals &normals, int64_t row, int64_t head, int64_t n) {
+    for (int64_t j = 0; j < normals.n; j++) {
+        const float *normal = normals.of(row, head) + (BACK ? normals.n - 1 - j : j) * n;
+        const Floats product = dot_of(normal, x, n);
+        for (int64_t i = 0; i < n; i += W) {
+            const Floats part = in_register(load<Floats>(normal + i, n - i, 0.0f) * product);
+            store(x + i, load<Floats>(x + i, n - i, 0.0f) - part, n - i);
+        }
     }
 }
 

@@ -105,7 +105,8 @@ Write write_of(const Step &s) {
             const_cast<char *>(a.values), a.value_row, a.value_head, a.value_slot,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.new_keys, s.new_key_row, s.new_key_head, s.new_values, s.new_value_row, s.new_value_head,
-            a.now, a.now_row, nullptr, a.ranges, a.type, a.key_codes, a.value_codes, a.exponents, a.back, a.half};
+            a.now, a.now_row, nullptr, a.ranges, a.type, a.key_codes, a.value_codes, a.exponents,
+            a.normals, a.back, a.half};
 }
 
 Slots slots_of(const Step &s) {

@@ -44,6 +44,7 @@ extern "C" struct Attend {
     Ranges ranges;                 // no head has more than `slots`
     Coded key_codes, value_codes;  // both are coded, or neither
     Exponents exponents;           // of coded keys
+    Normals normals;
 };
 
 namespace {

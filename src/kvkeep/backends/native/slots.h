@@ -30,6 +30,7 @@ extern "C" struct Write {
     int64_t type;  // of the new token, as in Attend, where the slots hold codes
     Coded key_codes, value_codes;
     Exponents exponents;
+    Normals normals;
     const char *back;  // as in Attend, and `half` as well, where the slots hold codes
     int64_t half;
 };

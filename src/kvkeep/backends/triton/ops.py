@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.backends.base import Added, SlotLimits, WantedReport
 from kvkeep.backends.triton import launch
-from kvkeep.kv.slot_codec import CodedSlots, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, KeyTransform, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
@@ -45,7 +45,7 @@ def attend(
         like = query.new_empty((0, slots.positions.shape[1], *launch.dims(slots)))
         if not _runs_over(slots, query, now) or not _takes(query, like):
             return None
-        query = turned(slots.transform.scaled(query.float(), 1)).to(query.dtype)
+        query = _transformed(query, slots.transform, 1).to(query.dtype)
     elif not launch.runs(query, *slots, now) or not _takes(query, slots.keys, slots.values):
         return None
     from kvkeep.backends.triton import decode
@@ -160,7 +160,7 @@ def _write_codes(
 
     (B, Hk, S), arranged = slots.positions.shape, launch.codes(slots)
     found = torch.empty((B, Hk, 1), dtype=torch.int64, device=now.device)
-    key = turned(slots.transform.scaled(new[0].float(), -1))
+    key = _transformed(new[0], slots.transform, -1)
     lying = {name: value for name, value in launch.store(slots).items() if not name.startswith("BLOCK")}
     _launch(
         append_codes,
@@ -293,10 +293,15 @@ def turned(x: Float[Tensor, "B H 1 D"]) -> Float[Tensor, "B H 1 D"]:
     return found
 
 
+def _transformed(x: Float[Tensor, "B H 1 D"], transform: KeyTransform, sign: int) -> Float[Tensor, "B H 1 D"]:
+    """Return queries (``sign`` 1) or keys (-1) after `kvkeep.kv.slot_codec.KeyTransform`, in float32."""
+    return transform.reflected(turned(transform.scaled(x.float(), sign)))
+
+
 def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
     """Return whether kernels can read these quantized slots and the other tensors, see `launch.runs`."""
-    exponents = [tensor for tensor in slots.transform if tensor is not None]
-    return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions, *exponents)
+    of_rows = slots.transform.of_rows.values()
+    return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions, *of_rows)
 
 
 def _output(query: Tensor, width: int) -> Tensor:
