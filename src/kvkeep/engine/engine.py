@@ -208,13 +208,16 @@ class Engine:
         self._sessions = Sessions(SessionStore(session_memory, session_dir))
         # memory of an engine that nobody holds is freed at once, without the collector of cycles
         me = weakref.proxy(self)
+        prompt_bytes = conversation_memory if session_memory is None else min(conversation_memory, session_memory)
         self._conversations = Conversations(
             self._sessions,
             lambda: me._session_host(),
+            rows=lambda: me._kv,
             most_bytes=conversation_memory,
+            # read in chunks, a prompt is never whole; and prompts are never written into files
+            most_prompt_bytes=0 if prefill_chunk else prompt_bytes,
             mode=conversations,
             ttl_s=conversation_ttl,
-            windows=lambda: me._kv.windows,
         )
         hashes = self._admission.weights_hash, self._admission.rule.key
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes, self._conversations.find)
