@@ -267,7 +267,10 @@ class Conversations:
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
-        contents = self._memory(sequence, least, whole=known is not None and self._mode == "auto")
+        if known is not None and self._mode == "auto":
+            contents = self._memory(sequence, known[1].tokens, whole=True)
+        else:
+            contents = self._memory(sequence, least)
         if contents is None and known is not None:
             entry, before = known
             self._touch(entry)
@@ -277,7 +280,7 @@ class Conversations:
             sequence.reading = PromptReading()
         return contents
 
-    def _memory(self, sequence: Sequence, least: int, *, whole: bool) -> Contents | None:
+    def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
         """Return the longest memory with which a prompt begins; ``None`` if there is none.
 
         Args:
@@ -311,11 +314,7 @@ class Conversations:
 
     def _keeps_prompt(self, sequence: Sequence) -> bool:
         """Return whether a prompt is worth keeping as it is before tokens of it are evicted, and may be kept so."""
-        if (
-            not (self._most_prompt_bytes and self.wants(sequence))
-            or sequence.drops
-            or rows_to_read(sequence.policy) is None
-        ):
+        if not self._most_prompt_bytes or not self.wants(sequence) or not _may_resume(sequence):
             return False
         rows, tokens = self._rows(), len(sequence.prompt)
         fits = tokens * rows.token_bytes <= self._most_prompt_bytes
@@ -326,7 +325,7 @@ class Conversations:
         """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and these; at
         least ``least``.
         """
-        if not self._keeps_prompt(sequence):
+        if not _may_resume(sequence):
             return None
         reader, refusal, best = Reader.of(sequence), self._host.admission.rule.refusal, None
         to_read = rows_to_read(sequence.policy) or 1
@@ -623,6 +622,11 @@ class Conversations:
             self._entries.pop(entry.session.name, None)
             if not entry.session.closed:
                 entry.session.discard()
+
+
+def _may_resume(sequence: Sequence) -> bool:
+    """Return whether a request could go on from a prompt as it was before evictions."""
+    return not sequence.drops and rows_to_read(sequence.policy) is not None
 
 
 def _begins(past: ConversationHistory, longer: ConversationHistory) -> bool:

@@ -125,8 +125,8 @@ class Engine:
         session_dir: a folder for these, and for sessions with a name; one engine at a time uses it.
         conversation_memory: bytes for the memories of requests with ``keep_as``, in main memory and files. The least
             recently used ones beyond it are forgotten.
-        conversations: whether a prompt goes on from such a memory: ``auto`` (while nothing was evicted from it),
-            ``continue`` (always) or ``fresh`` (never; none is kept).
+        conversations: whether a prompt goes on from such a memory: ``auto`` (while nothing was evicted from it; then
+            from the last prompt, kept beside it as it was before), ``continue`` (always) or ``fresh`` (never).
         conversation_ttl: seconds after which such a memory is forgotten if nobody uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
         guard: of requests that have none, see `Request`.
