@@ -69,6 +69,7 @@ def test_a_policy_without_a_name_that_runs_out_of_slots_is_refused_by_its_class(
     assert len(engine.generate([Request(prompt=(1, 2), sampling=new(4))])[0].token_ids) == 4
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.slow
 def test_rows_that_are_given_up_are_free():
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)

@@ -220,6 +220,7 @@ def test_progress_does_not_count_a_trial():
     assert model.model.is_checked
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_a_cache_keeps_no_model_alive():
     model, cache = pair()[1], None
     cache = kvkeep.BoundedCache(model.config, "h2o", 8)

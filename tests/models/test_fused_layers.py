@@ -382,6 +382,7 @@ def _assigned(model):
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.parametrize("change", [_without_memory, _assigned])
 def test_weights_that_are_replaced_are_freed(change):
     """The packed addresses keep nothing alive, not even until the next step."""
