@@ -167,8 +167,8 @@ def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, an
     said = " ".join(shown.split())
     assert "leverage with a budget of 12 kept 100.0% of the full cache's quality here" in said
     assert (
-        "36 questions show 89.7% at most, and cannot promise 0.98: it takes 191 questions that the full cache answers."
-        in said
+        "36 questions cannot promise 0.98: if all are right, they show that 89.7% or more is kept. That takes 191 "
+        "questions that the full cache answers." in said
     )
     assert Config.read(tmp_path / "own" / "kvkeep.toml").budget == 12
     assert "cannot promise" in (tmp_path / "own" / "kvkeep.toml").read_text()
@@ -177,7 +177,7 @@ def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, an
     assert all(one["at_least"] is not None for one in found["searched"])
     planted = ("--context", 400, "--facts", 4, "--limit", 32, "-o", tmp_path / "planted")
     said = " ".join(tune(*few, *planted).stdout.split())
-    assert "cannot promise 0.98: it takes" in said
+    assert "cannot promise 0.98: if all are right" in said
     assert "texts that the full cache answers" in said
 
 

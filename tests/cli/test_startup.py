@@ -14,6 +14,8 @@ LIGHT = [
     ["--version"],
     ["policies"],
     ["policies", "--json"],
+    ["policies", "show", "h2o"],
+    ["policies", "show", "snapkv:default"],
     ["generate"],
     ["generate", NO_MODEL, "-p", "Hi"],
     ["generate", "no-such-model.gguf", "-p", "Hi"],
@@ -43,7 +45,6 @@ LIGHT = [
 """Commands that import neither torch nor transformers."""
 
 WITH_TORCH = [
-    ["policies", "show", "h2o"],
     ["policies", "show", "h20"],
     ["env"],
     ["memory", "memory.kvkeep"],

@@ -133,7 +133,9 @@ def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json:
         stream.write(json.dumps(found) + "\n")
     elif new:
         speed = f"{console.show_rate(new / seconds)} tokens/s"
-        console.note(f"{console.count(int(new), 'token')} in {console.show_seconds(seconds)}: {speed}")
+        lines = f"{found['done']} of {console.count(int(found['lines']), 'line')}"
+        written = f"{lines} in {output.name}; {console.count(int(new), 'new token')}"
+        console.note(f"{written} in {console.show_seconds(seconds)}, {speed}")
 
 
 def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:
