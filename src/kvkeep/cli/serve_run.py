@@ -322,7 +322,7 @@ def run(request: ServeOptions) -> None:
         if request.check:
             typer.echo("The settings can be used.")
             return
-        _remark(request, settings)
+        _remark(request, settings, checkpoint)
         socket = listen(place)
         with socket:
             if request.replicas is None:
@@ -467,10 +467,12 @@ def _default_policy(checkpoint: Checkpoint, device: str) -> Policy:
     return default_policy(checkpoint.config, CONVERSATION) if on_cpu else parse_policy(DEFAULT)
 
 
-def _remark(request: ServeOptions, settings: ServerSettings) -> None:
-    """Print a note if anybody in the network could use the model."""
+def _remark(request: ServeOptions, settings: ServerSettings, checkpoint: Checkpoint) -> None:
+    """Print a note if anybody in the network could use the model, and if it knows no turns of a chat."""
     if request.unix_socket is None and not _is_loopback(request.host) and not settings.keys.owners:
         console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
+    if checkpoint.tokenizer.chat_template is None:
+        console.note(f"{settings.name} has no chat template, so it continues the messages of a chat as text")
 
 
 def _log(access: bool) -> None:
