@@ -1,20 +1,24 @@
 """``kvkeep tune``: what it prints and writes, how it goes on, and every bad input as one line and exit code 2."""
 
 import functools
+import io
 import json
+import re
 import time
 import tomllib
 
 import model_folders
 import processes
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import Engine
+from kvkeep.cli import console, tune_run
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
-from kvkeep.evals.tune.search import TuneRecords
+from kvkeep.evals.tune.search import Progress, TuneRecords
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 
@@ -159,6 +163,21 @@ def test_a_target_that_nothing_reaches_names_the_best(mine, tmp_path, answers):
     assert "The best finalist was tova at 1" in said
     assert "keep the full cache" in said
     assert not (tmp_path / "out" / "kvkeep.toml").exists()
+
+
+def test_its_bar_fits_80_columns_with_what_is_measured_and_the_time_left(monkeypatch):
+    drawn = io.StringIO()
+    screen = Console(file=drawn, force_terminal=True, width=80)
+    monkeypatch.setattr(console, "err", lambda: screen)
+    with tune_run._progress() as on_block:
+        for units in (120, 130, 140):
+            on_block(Progress("keydiff:document", 1790, units, 1036))
+            time.sleep(0.05)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
+    last = [line for line in re.split("[\r\n]", plain) if line.strip()][-1]
+    assert "keydiff:document at 179" in last
+    assert re.search(r"140 of about 1036 documents read +\d+% [0-9-]:[0-9-]{2}:[0-9-]{2}", last)
+    assert len(last.rstrip()) <= 80
 
 
 def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, answers):

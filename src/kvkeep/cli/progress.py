@@ -215,10 +215,13 @@ def counted(total: int) -> Iterator[Callable[[str, int], None]]:
 def staged() -> Iterator[Callable[[str, float], None]]:
     """Show the name of a stage, how much of it is done, and the time left, while the context lasts.
 
+    A name that is too long for the line is cut at its end: what matters most stands first.
+
     Yields:
         A function of a stage's name and the share of that stage that is done. A new name begins a new stage.
     """
-    with ProgressBar("text", "bar", "percent", "elapsed", "left") as bar:
+    room = max(12, console.err().width - _SHORT - len("  100%  0:00:00 "))
+    with ProgressBar("text", "short bar", "percent", "bare left", room=room) as bar:
         shown = ""
 
         def show(stage: str, share: float) -> None:
