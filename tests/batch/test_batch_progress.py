@@ -128,7 +128,7 @@ def test_a_job_with_nothing_to_do_draws_no_bar(tmp_path, monkeypatch):
     assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
     screen = drawn(monkeypatch, 80)
     assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
-    assert "1 of 1 line were done before" in screen.getvalue()
+    assert "1 of 1 line were done before; nothing is left to do" in screen.getvalue()
     assert "%" not in screen.getvalue()
 
 

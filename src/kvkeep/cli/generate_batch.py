@@ -107,7 +107,8 @@ def run(
     """
     before = len(output.done)
     if before:
-        console.note(f"{before} of {console.count(total, 'line')} were done before")
+        nothing = "; nothing is left to do" if before == total else ""
+        console.note(f"{before} of {console.count(total, 'line')} were done before{nothing}")
     start = time.perf_counter()
     with interruptible() as stopped, batch_progress(workers.engine, work, total, before) as bar:
         new, failed = workers.run(output, bar, stopped)
