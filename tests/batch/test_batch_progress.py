@@ -151,4 +151,5 @@ def test_without_a_terminal_nothing_is_drawn_or_watched(tmp_path, monkeypatch):
     monkeypatch.setattr("kvkeep.cli.progress.watched", pytest.fail)
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}})
     result = run("-i", source, "-o", tmp_path / "out.jsonl")
-    assert (result.exit_code, " of 1 line" in result.output) == (0, False)
+    assert (result.exit_code, "%" in result.output) == (0, False)
+    assert "note: 1 of 1 line in " in result.output
