@@ -227,7 +227,7 @@ def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, 
         tmp_path / "out",
     )
     result = tune(*few)
-    assert "below it" in result.stdout
+    assert "below target" in result.stdout
     assert "No budget keeps 98 % of the full cache's quality. The best finalist was tova at 20" in " ".join(
         result.stderr.split()
     )

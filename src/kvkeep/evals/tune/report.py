@@ -58,7 +58,7 @@ def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
     if one == result.found.chosen:
         return "chosen"
     if not result.promises:
-        return "at the target" if found.share >= result.target else "below it"
+        return "at the target" if found.share >= result.target else "below target"
     return "passes" if found.passes(result.target) else "fails"
 
 
