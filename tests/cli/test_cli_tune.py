@@ -242,7 +242,7 @@ def test_a_single_document_is_a_table_too(tmp_path, answers):
     assert (found["promises"], found["chosen"]["at_least"]) == (False, None)
     tomllib.loads((tmp_path / "out" / "kvkeep.toml").read_text())
     said = " ".join(tune(*few, "-o", tmp_path / "out").stdout.split())
-    assert "4 questions cannot promise 0.98: it takes 200 questions about 50 texts" in said
+    assert "4 questions cannot promise 0.98. That takes 200 questions about 50 texts" in said
 
 
 def test_a_weak_model_is_noted(mine, tmp_path, monkeypatch):
