@@ -104,6 +104,8 @@ MISTAKES = {
     "generate -p report.txt": "To read the file: --prompt-file report.txt",
     "generate report.txt": "to continue its text: --prompt-file report.txt",
     "generate -f nothing.txt": "nothing.txt cannot be read: No such file",
+    "generate -p Once --config folder": "folder is no file. Give the kvkeep.toml",
+    "generate -i nothing.jsonl -o out.jsonl": "nothing.jsonl cannot be read: No such file",
     "generate -f folder": "folder cannot be read: Is a directory",
     "generate -f empty.txt": "is empty",
     "generate -f latin.txt": "Convert it, e.g. with iconv",
