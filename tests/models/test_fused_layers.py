@@ -33,7 +33,7 @@ from kvkeep.models.fused_layers import FusedLayer
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
-WHOLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "starcoder2", "nemotron"]
+WHOLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "starcoder2", "nemotron", "opt"]
 OTHERS = {
     "scaled residuals": (GraniteForCausalLM, GraniteConfig, {"residual_multiplier": 0.5}),
     "pairs of neighbours are rotated": (GlmForCausalLM, GlmConfig, {"head_dim": 16, "partial_rotary_factor": 1.0}),
@@ -128,7 +128,7 @@ def test_in_half_precision(dtype, counted):
     assert counted["behind"] == 2
 
 
-@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
 @pytest.mark.parametrize("policy", ["full", "snapkv", "tova", "ahakv", "scissorhands", "adakv", "leverage", "blend"])
 def test_under_every_kind_of_policy(policy, name, counted):
     plain, model = both(name)
@@ -165,7 +165,7 @@ def test_rows_that_are_padded(counted):
     assert counted["before"] == 8
 
 
-@pytest.mark.parametrize("name", ["qwen3", "starcoder2"])
+@pytest.mark.parametrize("name", ["qwen3", "opt"])
 def test_a_row_gets_what_it_gets_alone(name):
     _, model = both(name)
     together = steps(model, rows=5)

@@ -16,6 +16,8 @@ from transformers import (
     MistralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -58,6 +60,7 @@ MODELS = {
     "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2 + 1 + 1) + 3),
     "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config, {}, 2 * (6 + 2 + 1 + 1) + 3),
     "nemotron": (NemotronForCausalLM, NemotronConfig, {}, 2 * (6 + 2 + 1 + 1) + 3),
+    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 80, "word_embed_proj_dim": 64}, 2 * (6 + 2 + 1) + 3),
 }
 
 
@@ -65,7 +68,8 @@ def made(name: str = "llama", **options):
     """A small model of random numbers, which engines leave as it is."""
     kind, config, more, _ = MODELS[name]
     torch.manual_seed(0)
-    model = kind(config(**{**SIZES, **more, **options})).eval()
+    sizes = {**SIZES, "num_key_value_heads": 4} if config is OPTConfig else SIZES  # which has no groups of heads
+    model = kind(config(**{**sizes, **more, **options})).eval()
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(weight, 0, 0.1)

@@ -117,7 +117,7 @@ def test_a_model_of_one_layer(calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt"])
 @pytest.mark.parametrize("rows", [1, 3, 32])
 def test_the_same_bits(name, dtype, rows, calls):
     pair = Pair(attached(name, dtype), rows=rows)
@@ -125,6 +125,15 @@ def test_the_same_bits(name, dtype, rows, calls):
     for _ in range(12):
         pair.feed()
     assert len(calls) == 2 * 11
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *(name for name in OF_LATER if "reread" not in name)])
+def test_learned_positions_under_every_kind_of_policy(policy, calls):
+    pair = Pair(attached("opt"), policy, budget=70)
+    pair.feed(30 if policy == "full" else 75)
+    for _ in range(8):
+        pair.feed()
+    assert len(calls) == (0 if policy in {"h2o:decay=0.9", "scissorhands"} else 2 * 7)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

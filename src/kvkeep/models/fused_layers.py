@@ -78,6 +78,7 @@ _KINDS = (
         "pre_feedforward_layernorm",
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
+    _Kind("self_attn_layer_norm", "final_layer_norm", feed=("fc1", "fc2", _ACTIVATION)),
 )
 _KIND_OF = {kind.names(): kind for kind in _KINDS}
 _PROJECTIONS, _JOINED, _OUTPUTS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", ("o_proj", "out_proj")
