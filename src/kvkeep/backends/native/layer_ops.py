@@ -417,6 +417,8 @@ class Before:
             or not dim == value_dim == self._dim
         ):
             return False
+        if step.rotated_dims not in (0, self.rotary_dim):
+            return False
         heads = [kv_heads * group, kv_heads, kv_heads]
         return self._heads == heads and behind.attended == heads[0] * dim
 
