@@ -1,6 +1,6 @@
 """Quality of policies in slots of 16, 8 and 4 bits, at equal budgets and at equal bytes.
 
-    python bench/bits.py --output DIR [--write docs/quantised.md lab/log/quantized.md]
+    python bench/bits.py --output DIR [--write lab/log/quantized.md]
     python bench/bits.py --output DIR --look          # minutes: few questions, few windows
 
 Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 (20 % of the tokens) and Scissorhands' Table 4

@@ -1,17 +1,20 @@
 """How long does a chat client wait for the first token of its next turn, if it sends the whole conversation each time?
 
-    python bench/conversation.py MODEL [--context 2400] [--turns 6] [--new 40] [--clients 1] [--repeats 1]
+    python bench/conversation.py MODEL [--context 2400] [--budget 100%] [--turns 6] [--new 40] [--repeats 1]
+    python bench/conversation.py MODEL.gguf --peer    # beside llama.cpp, whose sequence keeps its tokens
 
 `kvkeep serve MODEL` is started as a user starts it, once with its default (`--conversations auto`) and once with
-`fresh`, which reads everything anew; the budget holds the whole conversation. Each client pastes a piece of kvkeep's
-documentation and then asks about it, turn by turn; answers are streamed. Ratios are those of a later turn to the first
-one. With `--dtype float32` the texts of both ways must be equal, which is checked and shown.
+`fresh`, which reads everything anew; by default the budget holds the whole conversation. Each client pastes a piece
+of kvkeep's documentation and then asks about it, turn by turn; answers are streamed. Ratios are those of a later turn
+to the first one. llama.cpp is not asked over HTTP, which saves it a few milliseconds. With `--dtype float32` the
+texts of both ways must be equal, which is checked and shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -26,6 +29,10 @@ from pathlib import Path
 from statistics import median
 
 from lib import finish, positive, show
+from peers import llama_cpp
+
+from kvkeep.models.load import find
+from kvkeep.models.tokenization import encode_chat
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUESTIONS = ("What is this text about?", "Which of its words matter most?", "Say that again in one sentence.")
@@ -62,8 +69,8 @@ def server(model: str, way: str, options: argparse.Namespace) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    room = options.context + options.turns * (options.new + 60) + 200
-    words = [sys.executable, "-m", "kvkeep", "serve", model, "--port", str(port), "--budget", str(room)]
+    budget = max(64, int(room(options) * options.budget))
+    words = [sys.executable, "-m", "kvkeep", "serve", model, "--port", str(port), "--budget", str(budget)]
     words += ["--conversations", way, "--dtype", options.dtype]
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
@@ -76,6 +83,11 @@ def server(model: str, way: str, options: argparse.Namespace) -> Iterator[str]:
     finally:
         running.terminate()
         running.wait()
+
+
+def room(options: argparse.Namespace) -> int:
+    """Tokens of a whole conversation, and some more."""
+    return options.context + options.turns * (options.new + 60) + 200
 
 
 def answers(url: str) -> bool:
@@ -135,6 +147,31 @@ def measured(model: str, way: str, options: argparse.Namespace) -> list[Talk]:
             return list(clients.map(lambda text: talked(address, text, options), texts(options)))
 
 
+def beside(options: argparse.Namespace) -> list[Talk]:
+    """Hold the conversations with llama.cpp, one after the other."""
+    checkpoint = find(options.model)
+    talks = []
+    process, ask = llama_cpp.start(options.model, len(os.sched_getaffinity(0)))
+    for text in [None, *texts(options)]:
+        talk, new = Talk([]), {"room": room(options)}
+        for number in range(1 if text is None else options.turns):  # the first one is not measured
+            question = "Hello" if text is None else QUESTIONS[number % len(QUESTIONS)]
+            talk.messages.append(
+                {"role": "user", "content": f"{text}\n\n{question}" if text and not number else question}
+            )
+            ids = encode_chat(checkpoint, talk.messages)[0].tolist()
+            (answer,) = ask({**new, "prompt": ids, "count": options.new})["answers"]
+            new = {}
+            talk.first_s.append(answer["times"][0])
+            talk.prompt.append(len(ids))
+            talk.cached.append(0)
+            said = checkpoint.tokenizer.decode(answer["tokens"], skip_special_tokens=True)
+            talk.messages.append({"role": "assistant", "content": said})
+        talks.append(talk)
+    process.terminate()
+    return talks[1:]
+
+
 def line(way: str, talks: Sequence[Talk]) -> list[str]:
     """A line of the table: the first turn, the others, and their ratio."""
     first = median(talk.first_s[0] for talk in talks)
@@ -142,6 +179,11 @@ def line(way: str, talks: Sequence[Talk]) -> list[str]:
     worst = max(seconds for talk in talks for seconds in talk.first_s[1:])
     cached = sum(sum(talk.cached[1:]) for talk in talks) / sum(sum(talk.prompt[1:]) for talk in talks)
     return [way, f"{first:.2f}", f"{later:.2f}", f"{worst:.2f}", f"{later / first:.2f}", f"{cached:.0%}"]
+
+
+def share(text: str) -> float:
+    """A share such as 50%."""
+    return float(text.removesuffix("%")) / 100
 
 
 def main() -> None:
@@ -152,6 +194,8 @@ def main() -> None:
     parser.add_argument("--new", type=positive, default=40, help="tokens of an answer, at most")
     parser.add_argument("--clients", type=positive, default=1, help="conversations at once, each with its own text")
     parser.add_argument("--repeats", type=positive, default=1, help="servers of each kind, in turn")
+    parser.add_argument("--budget", type=share, default=1.0, help="share of the conversation, e.g. 50%%")
+    parser.add_argument("--peer", action="store_true", help="llama.cpp as well, after `make peers`")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     options = parser.parse_args()
     if options.turns < 2:
@@ -160,7 +204,9 @@ def main() -> None:
     for _ in range(options.repeats):
         for way in WAYS:
             found[way] += measured(options.model, way, options)
-    equal = sum(a.answers == b.answers for a, b in zip(*found.values(), strict=True))
+        if options.peer:
+            found.setdefault("llama.cpp", []).extend(beside(options))
+    equal = sum(a.answers == b.answers for a, b in zip(*(found[way] for way in WAYS), strict=True))
     notes = [f"{equal} of {len(found['auto'])} conversations have equal texts in both ways ({options.dtype})"]
     longest = max(max(talk.prompt) for talk in found["auto"])
     title = f"{Path(options.model).name}: {options.clients} clients, {options.turns} turns, up to {longest} tokens"

@@ -1,6 +1,6 @@
 """Later questions where retention rules have it hard: facts that do not stand out, other scripts, turns, long texts.
 
-    python bench/hard.py --output DIR [--write docs/choose-a-policy.md]
+    python bench/hard.py --output DIR [--write lab/log/quality.md]
 
 One line for each kind of text, one column per policy: the share of the full cache's answers that stays. Where the full
 cache answers less than half of the questions itself, all questions count. Resumable, like `bench/quality.py`.

@@ -23,7 +23,23 @@ async function answer(sequence, prompt, count, start) {
     return { tokens, times };
 }
 
+// A conversation: one sequence keeps its tokens, and reads of each prompt only what is new, as llama.cpp's server does.
+async function turn(kept, { prompt, count }) {
+    const start = performance.now();
+    await kept.adaptStateToTokens(prompt, false);
+    return { answers: [await answer(kept, prompt.slice(kept.nextTokenIndex), count, start)] };
+}
+
+let kept = null;
 for (let asked = await next(); asked; asked = await next()) {
+    if (asked.room) {  // a new conversation
+        await kept?.context.dispose();
+        kept = (await model.createContext({ contextSize: asked.room, sequences: 1, threads: work.threads })).getSequence();
+    }
+    if (asked.prompt) {
+        say(await turn(kept, asked));
+        continue;
+    }
     const { prompts, count } = asked;
     const size = Math.max(...prompts.map((prompt) => prompt.length)) + count + 1;
     const context = await model.createContext({

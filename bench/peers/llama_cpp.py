@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ SCRIPT = Path(__file__).with_suffix(".mjs")
 PACKAGE = SCRIPT.parents[2] / ".venv-peer-llama_cpp/node_modules/node-llama-cpp/dist/index.js"
 
 
-def load(work: Work) -> Run:
+def start(model: str, threads: int) -> tuple[subprocess.Popen[str], Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Load a model in a process of its own. Return the process, and what asks it one question as JSON."""
     node = shutil.which("node")
     if node is None or not PACKAGE.exists():
         raise Unavailable("node or its package node-llama-cpp is not there; `make peers` installs the package")
-    if not work.model.endswith(".gguf"):
+    if not model.endswith(".gguf"):
         raise Unavailable("it reads GGUF files only")
     process = subprocess.Popen([node, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -36,7 +38,12 @@ def load(work: Work) -> Run:
             raise SystemExit(f"llama.cpp has ended with status {process.wait()}")
         return json.loads(answer)
 
-    ask({"package": str(PACKAGE), "model": work.model, "threads": work.threads})
+    ask({"package": str(PACKAGE), "model": model, "threads": threads})
+    return process, ask
+
+
+def load(work: Work) -> Run:
+    process, ask = start(work.model, work.threads)
 
     def run(prompts: list[Prompt], new_tokens: int) -> Outcome:
         done = ask({"prompts": prompts, "count": new_tokens})

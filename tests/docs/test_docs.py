@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import chat_run
+from kvkeep.cli.loading import with_source
 from kvkeep.cli.main import app
 from kvkeep.testing import LAWS, Case
 
@@ -93,7 +94,7 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
     prompt = tmp_path / "report.txt"
     prompt.write_text("a report of some words " * (50 if words[1] == "tune" else 1))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
-    memories.save(tmp_path / "report.kvkeep")
+    with_source(memories.snapshot(), str(model_folders.folder())).save(tmp_path / "report.kvkeep")
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     folder = str(model_folders.folder())
     arguments = [{"Qwen/Qwen3-0.6B": folder, "report.txt": str(prompt)}.get(word, word) for word in words[1:]]

@@ -83,7 +83,7 @@ def step(layer, tokens, phase):
         layer.step(query, keys, values, options=OPTIONS, phase=phase)
 
 
-@pytest.fixture(params=["tova", "keydiff", "nacl:decode=local"])
+@pytest.fixture(params=["tova", "keydiff", "topk"])
 def layer(request, monkeypatch):
     """A layer whose slots are all taken, under a policy that no backend does in one call."""
     if native().library is None:

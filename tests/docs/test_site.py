@@ -72,6 +72,17 @@ def test_sentences_are_short(monkeypatch):
         assert sum(length > tool.LONG for length in lengths) <= len(lengths) // 20 + 1, page
 
 
+def test_every_page_begins_with_an_example():
+    """A block of code or of a command comes before the first section, after a few words. The list of all commands has
+    its examples below each command.
+    """
+    lists = {DOCS / "reference" / "command-line.md"}
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *{*DOCS.rglob("*.md")} - lists]:
+        before, fence, _ = page.read_text().partition("\n## ")[0].partition("```")
+        assert fence, page
+        assert len(before.split()) < 100, page
+
+
 def test_the_page_of_compatibility_names_tests_that_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (DOCS / "compatibility.md").read_text())
     assert len(named) > 20

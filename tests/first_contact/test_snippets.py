@@ -14,7 +14,6 @@ import memories
 import model_folders
 import pytest
 import result_folders
-import torch
 from transformers import LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -24,7 +23,6 @@ from kvkeep.cli.help import EXAMPLES
 from kvkeep.cli.loading import with_source
 from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
-from kvkeep.models.load import load, quiet
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -190,13 +188,10 @@ def test_commands_in_the_text_have_the_options_that_it_names(page):
     ids=lambda value: value if value.endswith(".md") else "code",
 )
 def test_python_of_the_pages_runs(page, code, place):
-    with quiet():
-        model, tokenizer = load(model_folders.folder())
     if "results.jsonl" in code:
         asked = {"asked": [[0, 0, True], [0, 1, True], [1, 0, False]]}
         cells = [("full", "100%"), ("leverage", "10%"), ("h2o", "10%")]
         plain = result_folders.row("recall", score=asked)
         found = [{**plain, "policy": policy, "budget": budget} for policy, budget in cells]
         result_folders.evaluation(place / "results", found)
-    ids = torch.tensor([tokenizer("the quick brown fox jumps over the lazy dog and the cat" * 2)["input_ids"]])
-    exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())), {"model": model, "ids": ids})
+    exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())), {})

@@ -255,7 +255,7 @@ def test_two_questions_at_once_go_on_from_one_memory_that_has_evicted(monkeypatc
         questions = ("Who is Rex?", "Where did he live?", "Who is Rex?")
         with ThreadPoolExecutor(3) as threads:
             together = list(threads.map(ask, questions))
-        assert min(reused for _, reused in together) > held
+        assert min(reused for _, reused in together) >= held  # from the last prompt as it was, all three
         assert [text for text, _ in together] == [ask(text)[0] for text in questions]
         assert together[0][0] == together[2][0]
 

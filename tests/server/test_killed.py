@@ -75,6 +75,12 @@ def test_a_killed_server_has_its_saved_sessions_when_it_is_started_again(tmp_pat
     assert "Traceback" not in err.read_text()
 
 
+def drops_of(number, messages):
+    """Every second user lets each turn leave the memory once the turn after it has been asked."""
+    last = len(messages) - 1
+    return {str(turn): [turn - 2, turn - 1] for turn in range(2, last + 1, 2)} if number % 2 else {}
+
+
 def talk_whole(url, number, answered, messages):
     """Talk, with all earlier messages sent each time, until the server is gone; note each answered turn."""
     with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=WAIT_S) as client:
@@ -82,6 +88,7 @@ def talk_whole(url, number, answered, messages):
             text = f"There was a dog called {number} by the sea. What did it do on day {turn_number} of the year?"
             asked = [*messages, {"role": "user", "content": text}]
             body = {"messages": asked, "max_tokens": 3, "temperature": 0, "user": f"user {number}"}
+            body |= {"drop_message": drops_of(number, asked)} if number % 2 and len(asked) > 2 else {}
             found = client.post(TALK, json=body).json()
             messages[:] = [*asked, found["choices"][0]["message"]]
             answered[number] = found["usage"]["prompt_tokens"]
@@ -98,9 +105,11 @@ def test_a_killed_server_has_every_conversation_that_was_answered(tmp_path):
             for number, before in answered.items():
                 asked = [*messages[number], {"role": "user", "content": "And then?"}]
                 body = {"messages": asked, "max_tokens": 1, "temperature": 0, "user": f"user {number}"}
+                body |= {"drop_message": drops_of(number, asked)} if number % 2 and len(asked) > 2 else {}
                 used = client.post(TALK, json=body).json()["usage"]
                 # of the last answer a few tokens may be read again, since its text may become other tokens
                 assert used["prompt_tokens_details"]["cached_tokens"] >= before, number
+                assert (used["kvkeep"]["dropped_tokens"] > 0) == bool(number % 2 and len(asked) > 2)
         busy = [threading.Thread(target=talk_whole, args=(url, n, answered, messages[n])) for n in messages]
         for one in busy:
             one.start()

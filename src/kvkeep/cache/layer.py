@@ -24,6 +24,7 @@ from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each, until_burst
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
 from kvkeep.cache.layer_block import BlockPlan, backend_for, lead_of, pin_read, store_for
+from kvkeep.cache.prompt_kv import LayerPrompts
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
@@ -180,6 +181,7 @@ class Layer:
         key_exponents: see `kvkeep.kv.slot_codec.KeyTransform`; ``None``: all are 0.
         plan: what the block is made of.
         paths: how decode steps are made; `DecodePaths.path` is the path of the last one.
+        prompts: what the rows know of their prompts already, and what is kept of them; ``None``: nothing.
     """
 
     block: Block
@@ -216,6 +218,7 @@ class Layer:
         self.heads: Heads = ALONE
         self.key_exponents: Int[Tensor, "Hk D"] | None = None
         self.rotary: Rotation | None = None
+        self.prompts: LayerPrompts | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
         self._pins_prompts = True
@@ -598,8 +601,13 @@ class Layer:
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, new)
         # `Fresh` tells the backend that a causal mask is enough, without a look at the positions
-        chunk = (Fresh if real is None else Slots)(keys, values, new.to(torch.int32)[:, None])
+        chunk: Slots = (Fresh if real is None else Slots)(keys, values, new.to(torch.int32)[:, None])
+        prompts = self.prompts
+        if prompts is not None:
+            chunk = prompts.beside(chunk)
         slots, state = beside(self.block, chunk, starts=self.policy.slots, used=used)
+        if prompts is not None:
+            prompts.restore(state)
         left = slots.positions if self.window is None else ranking.expire(slots.positions, self.seen, self.window)
         # to the policy an expired token is gone already, so it takes no slot from another one
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
@@ -609,6 +617,8 @@ class Layer:
         inputs = AttentionInputs(query, attended, new, options, wanted)
         out, report = read(self.policy, self._backend, inputs, SecondReading(self.seen[:, None], turn))
         state = self.policy.observe(state, view, report)
+        if prompts is not None:
+            prompts.note(self.policy, slots, state)
         self._hand_on(left, state)
         if self._together is not None:
             self._together.wait(self.policy, self.block, view, state, report, used=used)

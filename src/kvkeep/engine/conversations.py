@@ -16,8 +16,10 @@ from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from kvkeep.cache.prompt_kv import PromptKV, PromptReading, rows_to_read
 from kvkeep.engine.admission import Settled
 from kvkeep.engine.drops import Drop, Drops, LeftOut, Told, dropped, left_out, missing_messages, told_apart
+from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
@@ -125,6 +127,22 @@ class Reader(NamedTuple):
         return cls(request.owner, request.cache_salt or "", settled, number)
 
 
+class KeptPrompt(NamedTuple):
+    """A prompt's token ids, and its keys and values as they were before anything was evicted."""
+
+    ids: array[int]
+    kv: PromptKV
+
+    def usable(self, prompt: GenericSequence[int], to_read: int) -> int:
+        """Return how many tokens of another prompt need not be read again, if so many of its last ones are read."""
+        shared = min(common_beginning(self.ids, prompt), len(prompt) - to_read)
+        return shared if shared == len(self.ids) or self.kv.whole else 0
+
+    def begins(self, longer: KeptPrompt) -> bool:
+        """Return whether another prompt begins with all tokens of this one."""
+        return common_beginning(self.ids, longer.ids) == len(self.ids)
+
+
 @dataclass(eq=False)
 class KeptConversation:
     """A session that the engine has named itself.
@@ -136,6 +154,7 @@ class KeptConversation:
         prompt_tokens: tokens of its last prompt.
         continued: whether a later turn is kept in another session.
         writing: whether a new memory for it is on its way to the disk.
+        prompt: its last prompt as it was before tokens of it were evicted; ``None``: nothing was, or it had to go.
     """
 
     session: Session
@@ -144,6 +163,7 @@ class KeptConversation:
     prompt_tokens: int = 0
     continued: bool = False
     writing: bool = False
+    prompt: KeptPrompt | None = None
     _told: tuple[ConversationHistory, tuple[Told, ...]] | None = None
 
     def told(self, starts: frozenset[int]) -> tuple[Told, ...]:
@@ -157,6 +177,11 @@ class KeptConversation:
     def idle(self) -> bool:
         """Return whether nothing is about to replace its memory."""
         return not self.writing and not self.session.running
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its memory and its prompt."""
+        return self.session.nbytes + (0 if self.prompt is None else self.prompt.kv.nbytes)
 
     @property
     def last_used(self) -> float:
@@ -176,9 +201,10 @@ class Conversations:
         sessions: of the engine; each memory is one of them.
         host: returns what a session needs of the engine. Holding that itself would keep the engine alive.
         most_bytes: the most that all of them may take, in main memory and in files; 0 keeps none.
+        most_prompt_bytes: the most of it that prompts as they were before evictions may take; 0 keeps none.
+        rows: returns the engine's rows.
         mode: how a prompt that continues a memory is read, see `usable_tokens`.
         ttl_s: seconds after which a memory that nobody used is forgotten.
-        windows: sliding window of each layer with slots.
 
     Raises:
         InputError: a value is out of range.
@@ -189,10 +215,11 @@ class Conversations:
         sessions: Sessions,
         host: Callable[[], SessionHost],
         *,
+        rows: Callable[[], KVManager],
         most_bytes: int,
+        most_prompt_bytes: int = 0,
         mode: str,
         ttl_s: float,
-        windows: Callable[[], GenericSequence[int | None]],
     ) -> None:
         found = next((known for known in MODES if known == mode), None)
         if found is None:
@@ -201,7 +228,7 @@ class Conversations:
             raise InputError(f"conversation_ttl={ttl_s!r:.40} is no time; give seconds above 0.")
         self._most_bytes = whole_within("conversation_memory", most_bytes, 0, 2**63 - 1)
         self._sessions, self._make_host, self._mode, self._ttl_s = sessions, host, found, ttl_s
-        self._windows = windows
+        self._rows, self._most_prompt_bytes = rows, min(most_prompt_bytes, self._most_bytes)
         self._reasons: OrderedDict[int, str] = OrderedDict()
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
         if self.active:
@@ -223,10 +250,13 @@ class Conversations:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all memories, in main memory or in files."""
-        return sum(entry.session.nbytes for entry in self._entries.values())
+        return sum(entry.nbytes for entry in self._entries.values())
 
     def find(self, sequence: Sequence, beyond: int = 0) -> Contents | None:
         """Return the longest memory with which a prompt begins; ``None`` if there is none. It counts as used.
+
+        Where that has evicted tokens, and the earlier prompt itself is kept, note this for the sequence's reading and
+        return ``None``: the policy then chooses anew among all tokens.
 
         Args:
             sequence: the request, which is about to be read.
@@ -236,8 +266,32 @@ class Conversations:
             return None
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
+        known = self._known(sequence, least)
+        if known is not None and self._mode == "auto":
+            contents = self._memory(sequence, known[1].tokens, whole=True)
+        else:
+            contents = self._memory(sequence, least)
+        if contents is None and known is not None:
+            entry, before = known
+            self._touch(entry)
+            sequence.recalled = True
+            sequence.reading = PromptReading(before)
+        elif (contents is None or contents.shortest(self._rows().windows) is not None) and self._keeps_prompt(sequence):
+            sequence.reading = PromptReading()
+        return contents
+
+    def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
+        """Return the longest memory with which a prompt begins; ``None`` if there is none.
+
+        Args:
+            sequence: the request, which is about to be read.
+            least: the fewest tokens that count.
+            whole: whether a memory that has evicted tokens is none.
+        """
         while (best := self._best(sequence, least)) is not None:
             entry, tokens, shorter = best
+            if whole and entry.past.shortest is None:
+                return None
             try:
                 contents = entry.session.memory.contents()
             except (KVKeepError, OSError) as error:  # another model's, or its file has gone: the prompt is read anew
@@ -257,6 +311,31 @@ class Conversations:
             sequence.recall((*entry.past.ids[:tokens], *rest), (*entry.past.drops, *new))
             return contents.cut_back(tokens)  # `kvkeep.engine.prefix_cache.begin` drops what is due
         return None
+
+    def _keeps_prompt(self, sequence: Sequence) -> bool:
+        """Return whether a prompt is worth keeping as it is before tokens of it are evicted, and may be kept so."""
+        if not self._most_prompt_bytes or not self.wants(sequence) or not _may_resume(sequence):
+            return False
+        rows, tokens = self._rows(), len(sequence.prompt)
+        fits = tokens * rows.token_bytes <= self._most_prompt_bytes
+        new = sequence.request.sampling.max_new_tokens
+        return fits and not rows.alone and rows.may_evict(sequence.policy, sequence.budget, tokens + new)
+
+    def _known(self, sequence: Sequence, least: int) -> tuple[KeptConversation, PromptKV] | None:
+        """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and these; at
+        least ``least``.
+        """
+        if not _may_resume(sequence):
+            return None
+        reader, refusal, best = Reader.of(sequence), self._host.admission.rule.refusal, None
+        to_read = rows_to_read(sequence.policy) or 1
+        for entry in reversed(self._entries.values()):
+            if entry.prompt is None or entry.reader != reader:
+                continue
+            tokens = entry.prompt.usable(sequence.prompt, to_read)
+            if tokens >= least and refusal(tokens, len(sequence.prompt)) is None:
+                best, least = (entry, entry.prompt.kv, tokens), tokens + 1
+        return None if best is None else (best[0], best[1].first(best[2]))
 
     def _best(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int, LeftOut | None] | None:
         """Return the conversation from which a prompt has least to read, the tokens of its memory that serve, and what
@@ -368,19 +447,32 @@ class Conversations:
         reader = Reader.of(sequence)
         longer = (*past.ids, *past.pending, 0)
         useful = usable_tokens(past, longer, self._mode, past.drops, for_later=reader.asks_later)
-        if not useful or contents.nbytes > self._most_bytes:
+        prompt = self._prompt_of(sequence, past)
+        if not (useful or prompt) or contents.nbytes > self._most_bytes:
             return None
         mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
         if (same := next((entry for entry in mates if _covers(entry.past, past)), None)) is not None:
             self._touch(same)
             return None
         replaced = self._replaced(past, mates)
+        for mate in mates:
+            if prompt is not None and mate.prompt is not None and mate.prompt.begins(prompt):
+                mate.prompt = None  # the new one serves in its place
         target = replaced.pop() if replaced else self._made(sequence, reader)
         if target is None:
             return None
-        target.prompt_tokens = len(sequence.prompt)
+        target.prompt_tokens, target.prompt = len(sequence.prompt), prompt
         snapshot = Snapshot(contents, self._host.admission.fingerprint(*reader.settled), past.tokens)
         return self._kept(target, replaced, past, snapshot)
+
+    def _prompt_of(self, sequence: Sequence, past: ConversationHistory) -> KeptPrompt | None:
+        """Return the prompt of a finished chat as it was, if its memory has evicted tokens since."""
+        if sequence.reading is None or past.shortest is not None:
+            return None
+        kv = sequence.reading.taken(len(sequence.prompt), len(self._rows().windows))
+        if kv is None or kv.nbytes > self._most_prompt_bytes:
+            return None
+        return KeptPrompt(array("i", sequence.prompt), kv)
 
     def _replaced(self, past: ConversationHistory, mates: GenericSequence[KeptConversation]) -> list[KeptConversation]:
         """Return the conversations whose next turn a memory is, and for which it serves as well.
@@ -396,8 +488,10 @@ class Conversations:
             before = entry.past.drops
             drops = past.drops != before == past.drops[: len(before)]
             cut = past.shortest is not None and past.shortest <= shared and past.drops == before
-            serves = (cut or drops) and entry.idle
-            entry.continued = not (serves and self._says(past.ids[shared:], entry.past.ids[shared:]))
+            same = (cut or drops) and self._says(past.ids[shared:], entry.past.ids[shared:])
+            # such a memory itself serves no other question, only its prompt did
+            idle = self._mode == "auto" and entry.past.shortest is None and not entry.reader.asks_later
+            entry.continued = not (entry.idle and (same or idle))
             if not entry.continued:
                 found.append(entry)
         return found
@@ -462,7 +556,7 @@ class Conversations:
         n, messages = contents.seen, sequence.request.noted_messages
         said = sequence.tail.text if sequence.tail else ""
         answered = (*messages, {"role": "assistant", "content": said}) if messages else ()
-        shortest, drops = contents.shortest(self._windows(), dropped(sequence.drops)), sequence.drops
+        shortest, drops = contents.shortest(self._rows().windows, dropped(sequence.drops)), sequence.drops
         if shortest is not None and drops:
             shortest = max(shortest, drops[-1].after)
         history = ConversationHistory(ids[:n], tuple(ids[n:]), answered, shortest=shortest, drops=drops)
@@ -507,12 +601,17 @@ class Conversations:
                 self._forget(entry)
 
     def _trim(self) -> None:
-        """Forget the least recently used conversations beyond the limit, earlier turns of others first."""
+        """Forget the least recently used conversations beyond the limits, earlier turns of others first.
+
+        Of each its prompt goes before its memory.
+        """
         over = self.nbytes - self._most_bytes
+        prompts = sum(entry.prompt.kv.nbytes for entry in self._entries.values() if entry.prompt is not None)
         for entry in sorted(self._entries.values(), key=lambda entry: (not entry.continued, entry.last_used)):
-            if over <= 0:
-                return
-            if entry.idle:
+            if entry.prompt is not None and (over > 0 or prompts > self._most_prompt_bytes):
+                over, prompts = over - entry.prompt.kv.nbytes, prompts - entry.prompt.kv.nbytes
+                entry.prompt = None
+            if over > 0 and entry.idle:
                 over -= entry.session.nbytes
                 self._forget(entry)
 
@@ -523,6 +622,11 @@ class Conversations:
             self._entries.pop(entry.session.name, None)
             if not entry.session.closed:
                 entry.session.discard()
+
+
+def _may_resume(sequence: Sequence) -> bool:
+    """Return whether a request could go on from a prompt as it was before evictions."""
+    return not sequence.drops and rows_to_read(sequence.policy) is not None
 
 
 def _begins(past: ConversationHistory, longer: ConversationHistory) -> bool:

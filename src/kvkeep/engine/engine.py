@@ -125,8 +125,8 @@ class Engine:
         session_dir: a folder for these, and for sessions with a name; one engine at a time uses it.
         conversation_memory: bytes for the memories of requests with ``keep_as``, in main memory and files. The least
             recently used ones beyond it are forgotten.
-        conversations: whether a prompt goes on from such a memory: ``auto`` (while nothing was evicted from it),
-            ``continue`` (always) or ``fresh`` (never; none is kept).
+        conversations: whether a prompt goes on from such a memory: ``auto`` (while nothing was evicted from it; then
+            from the last prompt, kept beside it as it was before), ``continue`` (always) or ``fresh`` (never).
         conversation_ttl: seconds after which such a memory is forgotten if nobody uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
         guard: of requests that have none, see `Request`.
@@ -208,13 +208,16 @@ class Engine:
         self._sessions = Sessions(SessionStore(session_memory, session_dir))
         # memory of an engine that nobody holds is freed at once, without the collector of cycles
         me = weakref.proxy(self)
+        prompt_bytes = conversation_memory if session_memory is None else min(conversation_memory, session_memory)
         self._conversations = Conversations(
             self._sessions,
             lambda: me._session_host(),
+            rows=lambda: me._kv,
             most_bytes=conversation_memory,
+            # read in chunks, a prompt is never whole; and prompts are never written into files
+            most_prompt_bytes=0 if prefill_chunk else prompt_bytes,
             mode=conversations,
             ttl_s=conversation_ttl,
-            windows=lambda: me._kv.windows,
         )
         hashes = self._admission.weights_hash, self._admission.rule.key
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes, self._conversations.find)

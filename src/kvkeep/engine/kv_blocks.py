@@ -197,6 +197,11 @@ class Blocks:
         for stack in self._stacks:
             stack.block.clear_row(stack.of(row))
 
+    def skip(self, row: int, tokens: int) -> None:
+        """Count tokens as seen by an empty row that holds none of them."""
+        for stack in self._stacks if tokens else ():
+            stack.block.seen[stack.of(row)] = tokens
+
     def move(self, source: int, target: int) -> None:
         """Copy the content of row ``source`` over row ``target``, in all layers."""
         for stack in self._stacks:

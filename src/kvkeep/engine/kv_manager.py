@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep.budget import Number
+from kvkeep.budget import Number, smallest
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, beside_state
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import Layout, caches_latents
+from kvkeep.cache.prompt_kv import LayerPrompts, PromptReading
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.engine.kv_blocks import Blocks, RecurrentState, probed, states_of
 from kvkeep.kv.block import Block
@@ -27,7 +28,7 @@ from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies._keep_prompt import keeps_share
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside, mine, whole
-from kvkeep.types import AttentionOptions, MemoryUsage, Phase, Stepper
+from kvkeep.types import AttentionOptions, MemoryUsage, Phase, Stepper, bytes_of
 
 # Neighbouring rows of several owners: one run of the model, and in each layer one step for each owner.
 
@@ -132,6 +133,7 @@ class KVManager:
         dtype: the name of the dtype of keys; ``None`` if the model has none.
         heads: which KV heads this process holds.
         row_bytes: bytes of one row under the policy that the rows are made for.
+        token_bytes: bytes of a token's keys and values in all layers, in the model's dtype.
         alone: whether a run of the model may have only one row.
 
     Raises:
@@ -151,6 +153,7 @@ class KVManager:
         layers = (probe := probed(model)).bounded_layers()
         like = [layer.store.slots() for layer in layers.values()]
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
+        self.token_bytes = sum(bytes_of((slots.keys, slots.values)) for slots in like)  # of one token in one row
         layout = self._layout(policy)
         self.heads = layout.heads
         found = key_exponents(model) if scales_keys(layout.kv_bits) else {}
@@ -214,6 +217,7 @@ class KVManager:
         pins: Spans = (),
         prompt_tokens: int = 0,
         contents: Contents | None = None,
+        known: int = 0,
     ) -> None:
         """Empty a row for a new sequence, or continue one whose memory was taken before.
 
@@ -225,6 +229,7 @@ class KVManager:
             pins: spans of positions that may not be evicted, besides those of ``contents``.
             prompt_tokens: length of the prompt, of which `keep_prompt` may keep a share.
             contents: the sequence's memory; ``None``: it begins empty.
+            known: tokens of the prompt that were read before, and come with the run that reads the rest of it.
 
         Raises:
             BudgetError: the policy protects more than the budget, or does not give heads the budgets of the contents.
@@ -240,6 +245,7 @@ class KVManager:
         self._own[row] = self._new_own(policy)
         self._blocks.begin(row, policy, sequence)
         self._blocks.limit(row, self.numbers(policy, budget))
+        self._blocks.skip(row, known)
         if contents is not None:
             contents = mine(contents, self.heads)
             own = self._own[row] or RecurrentState({})
@@ -292,7 +298,14 @@ class KVManager:
         return found[0].owner if len(found) == 1 else None
 
     def part(
-        self, start: int, stop: int, phase: Phase, *, fresh: bool = False, watch: Watch | None = None
+        self,
+        start: int,
+        stop: int,
+        phase: Phase,
+        *,
+        fresh: bool = False,
+        watch: Watch | None = None,
+        readings: Sequence[PromptReading | None] = (),
     ) -> PhasedCache:
         """Return a cache over a range of rows, to be passed to the model. It is reused while the rows' tensors stay the
         same.
@@ -303,6 +316,7 @@ class KVManager:
             phase: what the tokens of the run are.
             fresh: whether all rows begin a new prompt.
             watch: returns the policy to use for some rows of a layer, if they begin a new prompt.
+            readings: of the rows' prompts, if any of them has one.
         """
         if self._parts_version != self.version:
             self._parts.clear()
@@ -310,7 +324,9 @@ class KVManager:
         found = segments(self._owners, start, stop, self.policy)
         key = (found, self._own[start], phase)  # a recorded step keeps its part, so the part's phase must not change
         if fresh:
-            part = self._cache_of(found, columns=0, watch=watch)
+            part = self._cache_of(found, columns=0, watch=watch, readings=readings)
+        elif any(readings):
+            part = self._cache_of(found, columns=1, readings=readings)
         elif key in self._parts:
             part = self._parts[key]
         else:
@@ -364,6 +380,11 @@ class KVManager:
         """Return the memory usage of one row over all layers."""
         return self._blocks.memory_of(row) + (self._own[row] or RecurrentState({})).memory()
 
+    def may_evict(self, policy: Policy, budget: int, tokens: int) -> bool:
+        """Return whether a row may have to evict something of so many tokens, sliding windows aside."""
+        pairs = zip(self.numbers(policy, budget), self.windows, strict=True)
+        return any(smallest(number) < min(tokens, window or tokens) for number, window in pairs)
+
     def lost_of(self, row: int) -> list[Tensor]:
         """Return copies of one row's sums of lost attention mass, one per layer, with the heads of all processes.
 
@@ -371,7 +392,14 @@ class KVManager:
         """
         return self._blocks.lost_of(row)
 
-    def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
+    def _cache_of(
+        self,
+        parts: tuple[Segment, ...],
+        *,
+        columns: int,
+        watch: Watch | None = None,
+        readings: Sequence[PromptReading | None] = (),
+    ) -> PhasedCache:
         """Return a cache for the model over some segments of rows, in all layers."""
         # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
@@ -384,6 +412,9 @@ class KVManager:
                 segment: self._layer(i, segment, columns, watch, before.get(segment), shared[segment].get(index))
                 for segment in parts
             }
+            for segment, layer in before.items() if any(readings) else ():
+                mine = readings[segment.start - parts[0].start : segment.stop - parts[0].start]
+                layer.prompts = LayerPrompts(i, mine) if any(mine) else None
             steps = joined(list(before.items()))
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         # sorted, since layers with a state came first

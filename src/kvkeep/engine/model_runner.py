@@ -259,7 +259,12 @@ class _Input(NamedTuple):
 def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:
     """Return the KV cache over the rows of a batch. If a trial is given, it watches every layer."""
     watch = None if trial is None else trial.watch
-    return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
+    readings = (
+        [None if sequence is None else sequence.reading for sequence in batch.rows]
+        if batch.phase is Phase.PREFILL
+        else []
+    )
+    return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch, readings=readings)
 
 
 def _last_tokens(parts: Sequence[RunPart], device: torch.device) -> Int[Tensor, " n"]:

@@ -161,6 +161,7 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
     sequence.start()
     if contents is not None and (gone := due(sequence.drops, contents.seen)):
         contents = contents.without(gone)
+    known = sequence.reading.known if sequence.reading is not None and hosted is None else 0
     rows.begin(
         row,
         policy=sequence.policy,
@@ -169,10 +170,11 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
         pins=sequence.pins,
         prompt_tokens=len(sequence.to_read),
         contents=contents,
+        known=known,
     )
     sequence.hosted = None
     if hosted is None:
-        sequence.fed = sequence.cached = contents.seen if contents else 0
+        sequence.fed = sequence.cached = contents.seen if contents else known
 
 
 def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | None:

@@ -456,19 +456,21 @@ def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]
 
 def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
     """Return whether a chunk may join a batch: it is in the next row, all or none begin a prompt, and little padding is
-    needed.
+    needed. A prompt whose beginning was read before is alone.
     """
     lengths = [len(chunk.tokens) for chunk in (*group, piece)]
     padding = len(lengths) * max(lengths) - sum(lengths)
-    begins = {chunk.owner.fed == 0 for chunk in (*group, piece)}
-    return group[-1].row + 1 == piece.row and len(begins) == 1 and padding <= PADDING * len(group)
+    owners = [chunk.owner for chunk in (*group, piece)]
+    begins = {owner.begins for owner in owners}
+    alone = any(owner.reading is not None and owner.fed for owner in owners)  # its beginning was read before
+    return group[-1].row + 1 == piece.row and len(begins) == 1 and not alone and padding <= PADDING * len(group)
 
 
 def _batch(pieces: GenericSequence[PromptChunk]) -> InputBatch:
     """Return a batch of chunks of neighbouring rows."""
     requests = [piece.owner for piece in pieces]
     tokens, fed = [piece.tokens for piece in pieces], [sequence.fed for sequence in requests]
-    return InputBatch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=not fed[0])
+    return InputBatch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=requests[0].begins)
 
 
 # Equal prompts: the first one is read, and the others begin with its memory.

@@ -13,6 +13,7 @@ from typing import cast
 
 from torch import Tensor
 
+from kvkeep.cache.prompt_kv import PromptReading
 from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.drops import Drops, dropped
 from kvkeep.engine.grammar import Constraint
@@ -137,6 +138,7 @@ class Sequence:
         cached: tokens of the prompt that the model need not read, because their memory was there.
         borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
         recalled: whether it goes on from the memory of an earlier chat.
+        reading: what is known of its prompt already, and kept of it for later prompts; ``None``: nothing.
         load: returns the memory that its row begins with; ``None`` for an empty row.
         held: tokens of the prompt for which the memory stands that it continues.
         held_pins: the spans that are pinned there.
@@ -179,6 +181,7 @@ class Sequence:
     cached: int = 0
     borders: list[bytes] | None = None
     recalled: bool = False
+    reading: PromptReading | None = None
     load: Callable[[], Contents | None] | None = None
     held: int = 0
     held_pins: Spans = ()
@@ -215,8 +218,13 @@ class Sequence:
 
     def begin_again(self) -> None:
         """Restart the sequence in an empty row: all of its tokens are to be read again as a prompt."""
-        self.fed, self.read_again, self.levels = 0, len(self.token_ids), ()
+        self.fed, self.read_again, self.levels, self.reading = 0, len(self.token_ids), (), None
         self.status = SequenceStatus.PREFILL
+
+    @property
+    def begins(self) -> bool:
+        """Return whether the model has read none of its tokens since it got its row, which holds none either."""
+        return self.fed == (0 if self.reading is None else self.reading.known)
 
     @property
     def readable(self) -> int:

@@ -141,6 +141,11 @@ class ObservationWindow(PrefillOnly):
         return self.window
 
     @property
+    def end_rows(self) -> int:  # type: ignore[override]  # depends on an option
+        """Return the option `window`."""
+        return self.window
+
+    @property
     def fading(self) -> float:
         """Return the option `decay`."""
         return self.decay
@@ -216,6 +221,11 @@ class WorstCase(PrefillOnly):
 
     def rows(self, view: View) -> int:
         """Return how many of a prompt's last rows count: those of the window."""
+        return self.window
+
+    @property
+    def end_rows(self) -> int:  # type: ignore[override]  # depends on an option
+        """Return the option `window`."""
         return self.window
 
     def wants(self, view: View) -> Statistic:

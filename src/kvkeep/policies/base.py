@@ -194,6 +194,8 @@ class Abilities:
         projects: whether it looks at the projection of the heads' outputs while a prompt is read, `View.output`.
         rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
         rates_by_budget: whether the state depends on the budget, so that it cannot be compared under several.
+        end_rows: set if tokens of a prompt are rated by keys, values and the attention of so many of its last rows, or
+            hardly by more: then a prompt whose beginning was read before can be read on from there.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
     """
@@ -211,6 +213,7 @@ class Abilities:
     projects: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
     rates_by_budget: ClassVar[bool] = False
+    end_rows: ClassVar[int | None] = None
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
 

@@ -39,6 +39,7 @@ class Reread(Policy):
     presets: ClassVar[Mapping[str, str]] = {"later": "equal=0.2", "chat": "recent=64,equal=0.2,decode=score"}
     slots: ClassVar[Mapping[str, float]] = {"again": 0.0}
     rereads: ClassVar[bool] = True
+    end_rows: ClassVar[int] = 1  # shares of earlier rows stay in the state
     sums = property(sums_of("again"))  # depends on an option
 
     @cached_property

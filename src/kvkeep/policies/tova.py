@@ -27,6 +27,7 @@ class TOVA(Policy):
 
     statistic: ClassVar[Statistic] = Mass(rows=1)
     slots: ClassVar[Mapping[str, float]] = {"last": 0.0}
+    end_rows: ClassVar[int] = 1
     bibtex: ClassVar[str] = """@inproceedings{oren2024tova,
   title     = {Transformers are Multi-State {RNN}s},
   author    = {Matanel Oren and Michael Hassid and Nir Yarden and Yossi Adi and Roy Schwartz},

@@ -1,0 +1,165 @@
+"""Keys and values of a prompt as they were before anything was evicted, so that a longer prompt need not be read whole.
+
+A policy chooses what stays when a prompt has been read. The next prompt of a conversation begins with the same tokens
+and ends with another question, for which another choice may be better. With a `PromptKV` only the rest of it is read,
+and the policy chooses among all tokens, as it would if everything was read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvkeep.policies.base import Policy
+from kvkeep.types import Slots, State, bytes_of
+
+_MAIN = torch.device("cpu")
+_LAST = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKV:
+    """One layer's part of a `PromptKV`.
+
+    Attributes:
+        slots: keys, values and positions of the tokens, in order, with one row and one head's positions. Tokens that a
+            sliding window has passed may be missing.
+        state: the policy's state of these tokens once they were read.
+    """
+
+    slots: Slots
+    state: State
+
+    def first(self, tokens: int) -> LayerKV:
+        """Return the part of the first tokens of the prompt. Nothing is copied."""
+        keys, values, positions = self.slots
+        n = int((positions < tokens).sum())
+        slots = Slots(keys[:, :, :n], values[:, :, :n], positions[..., :n])
+        return LayerKV(slots, {name: x[..., :n] for name, x in self.state.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class PromptKV:
+    """The keys and values of a prompt's tokens in all layers with slots, none of them evicted, in main memory.
+
+    Attributes:
+        layers: in order.
+        tokens: the number of tokens of the prompt.
+    """
+
+    layers: tuple[LayerKV, ...]
+    tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(bytes_of((*layer.slots, *layer.state.values())) for layer in self.layers)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all layers have all tokens, so that it can be cut back to any of its beginnings."""
+        return all(layer.slots.keys.shape[2] == self.tokens for layer in self.layers)
+
+    def first(self, tokens: int) -> PromptKV:
+        """Return the part of the first tokens; all of them if it is not `whole`. Nothing is copied."""
+        return self if tokens == self.tokens else PromptKV(tuple(layer.first(tokens) for layer in self.layers), tokens)
+
+
+def rows_to_read(policy: Policy) -> int | None:
+    """Return how many of a prompt's last tokens must be read for a policy to choose among all of them, although the
+    others were read before; ``None`` if it needs to see all of them.
+
+    Policies say it; one is enough for those that keep no state and look at no queries.
+    """
+    if policy.end_rows is not None:
+        return policy.end_rows
+    return None if policy.slots or policy.summaries or policy.asks or policy.cascades else 1
+
+
+class PromptReading:
+    """A prompt that is read into a row: its beginning, which was read before, and what to keep of it.
+
+    Args:
+        before: the beginning; ``None``: it has none, or lies in the row.
+    """
+
+    def __init__(self, before: PromptKV | None = None) -> None:
+        self.before = before
+        self._layers: dict[int, LayerKV] = {}
+
+    @property
+    def known(self) -> int:
+        """Return the number of tokens that were read before, and do not lie in the row."""
+        return 0 if self.before is None else self.before.tokens
+
+    def note(self, layer: int, found: LayerKV) -> None:
+        """Keep a layer's part."""
+        self._layers[layer] = found
+
+    def taken(self, tokens: int, layers: int) -> PromptKV | None:
+        """Return the prompt as it was read, and keep it no longer; ``None`` if something of it is missing.
+
+        Args:
+            tokens: the length of the prompt.
+            layers: number of layers with slots.
+        """
+        found, self._layers, self.before = self._layers, {}, None
+        parts = tuple(found[index] for index in sorted(found))
+        if len(parts) != layers or any(int(part.slots.positions[0, 0, -1]) != tokens - 1 for part in parts):
+            return None
+        return PromptKV(parts, tokens)
+
+
+class LayerPrompts:
+    """The readings of the rows of a run, as one layer sees them.
+
+    Args:
+        layer: the layer's place among those with slots.
+        readings: of each row; ``None``: nothing was read before, and nothing is kept. A row with a beginning is alone.
+    """
+
+    def __init__(self, layer: int, readings: Sequence[PromptReading | None]) -> None:
+        self._layer, self._readings = layer, readings
+        before = readings[0].before if len(readings) == 1 and readings[0] is not None else None
+        self._before = None if before is None else before.layers[layer]
+
+    def beside(self, chunk: Slots) -> Slots:
+        """Return the tokens that were read before, followed by a chunk of new ones."""
+        if self._before is None:
+            return chunk
+        pairs = zip(self._before.slots, chunk, strict=True)
+        return Slots(*(torch.cat([old.to(new.device), new], dim=2) for old, new in pairs))
+
+    def restore(self, state: State) -> None:
+        """Overwrite the state of the tokens that were read before, which come first, with the one that they had."""
+        if self._before is not None:
+            for name, held in self._before.state.items():
+                state[name][..., : held.shape[-1]] = held.to(state[name].device)
+
+    def note(self, policy: Policy, slots: Slots, state: State) -> None:
+        """Keep what all tokens of the rows' prompts were before the policy evicts any of them.
+
+        Args:
+            policy: whose state of slots it is.
+            slots: the tokens of a row's slots, followed by those that were just read; padding has no position.
+            state: the state after the tokens were observed.
+        """
+        heads = slots.keys.shape[1]
+        for row, reading in enumerate(self._readings):
+            if reading is None:
+                continue
+            held = slots.positions[row].expand(heads, -1)
+            order = held.masked_fill(held < 0, _LAST).argsort(dim=-1, stable=True)[None]
+            there = (held >= 0).sum(dim=-1)
+            n = int(there[0])
+            order = order[..., :n]
+            if bool((there != n).any()) or bool((held.gather(-1, order[0]) != held[0].gather(0, order[0, 0])).any()):
+                continue  # some head has evicted a token before
+            of = slice(row, row + 1)
+            keys, values = (x[of].gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (slots.keys, slots.values))
+            positions = held[None, :1].gather(-1, order[:, :1])
+            kept = {name: state[name][of].expand(-1, heads, -1).gather(-1, order) for name in policy.slots}
+            found = Slots(*(x.to(_MAIN) for x in (keys, values, positions)))
+            reading.note(self._layer, LayerKV(found, {name: x.to(_MAIN) for name, x in kept.items()}))
