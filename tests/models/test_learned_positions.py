@@ -118,6 +118,11 @@ def a_bias_of_a_norm(model):
         layer.final_layer_norm.bias = nn.Parameter(torch.ones(64))
 
 
+def no_weight_of_a_norm(model):
+    for layer in model.model.decoder.layers:
+        layer.final_layer_norm.weight = None
+
+
 def query_scale(model):
     for layer in model.model.decoder.layers:
         layer.self_attn.scaling = 0.7
@@ -139,6 +144,7 @@ CHANGES = (
     positions,
     another_offset,
     a_bias_of_a_norm,
+    no_weight_of_a_norm,
     query_scale,
     the_last_norm,
     a_projection,

@@ -158,7 +158,9 @@ class LayerPrompts:
             if bool((there != n).any()) or bool((held.gather(-1, order[0]) != held[0].gather(0, order[0, 0])).any()):
                 continue  # some head has evicted a token before
             of = slice(row, row + 1)
-            keys, values = (x[of].gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (slots.keys, slots.values))
+            keys, values = (
+                x[of].gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (slots.keys, slots.values)
+            )
             positions = held[None, :1].gather(-1, order[:, :1])
             kept = {name: state[name][of].expand(-1, heads, -1).gather(-1, order) for name in policy.slots}
             found = Slots(*(x.to(_MAIN) for x in (keys, values, positions)))

@@ -34,7 +34,6 @@ from kvkeep.models.fused_modules import (
     activation_of,
     alike,
     described,
-    epsilon_of,
     gate_parts,
     has_global_hooks,
     has_own_forward,
@@ -176,7 +175,7 @@ def _is_usable(part: nn.Module | None) -> bool:
     """Return whether a part of a layer has no hooks, and still has the values with which it was tried."""
     if part is None:
         return True
-    if isinstance(part, FusedNorm) and not (isinstance(epsilon_of(part), float) and has_own_forward(part)):
+    if isinstance(part, FusedNorm) and not (norm_of(part) is not None and has_own_forward(part)):
         return False
     return not is_heard(part) and (not isinstance(part, FusedGate) or is_as_tried(part))
 

@@ -179,11 +179,13 @@ def epsilon_of(norm: nn.Module) -> object:
 
 
 def norm_of(norm: FusedNorm) -> layer_ops.Norm | None:
-    """Return a fused norm in the form that the kernel takes; ``None`` if it does not say what it adds to the mean."""
-    epsilon = epsilon_of(norm)
-    if not isinstance(epsilon, float):
+    """Return a fused norm in the form that the kernel takes; ``None`` if it has no weight any more, or does not say
+    what it adds to the mean.
+    """
+    epsilon, weight = epsilon_of(norm), norm._parameters.get("weight")
+    if weight is None or not isinstance(epsilon, float):
         return None
-    return layer_ops.Norm(norm.weight, epsilon, norm._plus, norm._parameters.get("bias"), norm._is_centred)
+    return layer_ops.Norm(weight, epsilon, norm._plus, norm._parameters.get("bias"), norm._is_centred)
 
 
 TRIAL: ContextVar[bool] = ContextVar("TRIAL", default=False)

@@ -612,7 +612,7 @@ def _address(weight: Tensor | None) -> int:
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
     """Return whether the kernel can compute this norm for inputs like ``like``."""
-    if norm.weight.dtype not in TYPES or not matches(norm.weight, like, (width,)):
+    if not matches(norm.weight, like, (width,)) or norm.weight.dtype not in TYPES:
         return False
     return norm.bias is None or matches(norm.bias, like, (width,))
 
