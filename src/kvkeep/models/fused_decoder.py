@@ -55,8 +55,7 @@ class FusedDecoder(nn.Module):
     """Mixed into a decoder, the part of a model between token ids and the head: one call for all of its layers.
 
     A step is made so if it has one token per row, and all layers may replay their last steps of attention for other
-    tokens, see `Layer.replayable`. Embeddings, angles and the last norm are computed by their
-    modules.
+    tokens, see `Layer.replayable`. Embeddings, angles and the last norm are computed by their modules.
     """
 
     config: Any

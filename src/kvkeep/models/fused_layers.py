@@ -496,8 +496,7 @@ class _Trial:
         takes_angles = "position_embeddings" in inspect.signature(type(attention).forward).parameters
         self._angles = (turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)) if takes_angles else None
         answer = numbers(rows, 1, parts.output.in_features)
-        # products of the layer's own have not been tried alone, so in the smallest row they are most of what it puts
-        # out
+        # products of the layer's own have not been tried alone, so they are most of what it puts out in the first row
         small = 1.0 if parts.activation is None else sizes.clamp(max=1.0)
         self.answer = (answer * small).to(weight.dtype).view(rows, 1, -1, dim)
         self._cache = taken_as(type(layer)) or usual()
