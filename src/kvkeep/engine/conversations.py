@@ -327,13 +327,13 @@ class Conversations:
         """
         if not _may_resume(sequence):
             return None
-        reader, refusal, best = Reader.of(sequence), self._host.admission.rule.refusal, None
+        reader, best = Reader.of(sequence), None
         to_read = rows_to_read(sequence.policy) or 1
         for entry in reversed(self._entries.values()):
             if entry.prompt is None or entry.reader != reader:
                 continue
             tokens = entry.prompt.usable(sequence.prompt, to_read)
-            if tokens >= least and refusal(tokens, len(sequence.prompt)) is None:
+            if tokens >= least and self._turns_alike(tokens, sequence, entry.prompt.ids):
                 best, least = (entry, entry.prompt.kv, tokens), tokens + 1
         return None if best is None else (best[0], best[1].first(best[2]))
 
@@ -396,7 +396,7 @@ class Conversations:
             return "Tokens are pinned that the conversation does not pin, or behind the messages that are left out."
         tokens = found.tokens + len(sequence.prompt) - found.shared
         admission = self._host.admission
-        if why := admission.rule.refusal(found.tokens, tokens):
+        if why := admission.rule.refusal(found.tokens, tokens, of=len(entry.past.ids)):
             return why
         if not admission.fits(tokens, sequence.request.sampling):
             return "With the messages that are left out, the conversation is longer than the model was trained for."
@@ -420,10 +420,16 @@ class Conversations:
             asked = within(sequence.pins, tokens)
             # a prompt that stays whole pins what is held of it, and so whatever the memory pins
             same = pins == asked or (keeps_whole(sequence.policy) and spans((*pins, *asked)) == asked)
-            fits = same and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
+            fits = same and self._turns_alike(tokens, sequence, entry.past.ids)
             if fits and tokens >= least:
                 best, least = (entry, tokens), tokens + 1
         return best
+
+    def _turns_alike(self, tokens: int, sequence: Sequence, ids: array[int]) -> bool:
+        """Return whether the first tokens of another text have the keys that they have in a prompt: a model may rotate
+        them by the length of the whole text.
+        """
+        return self._host.admission.rule.refusal(tokens, len(sequence.prompt), of=len(ids)) is None
 
     def wants(self, sequence: Sequence) -> bool:
         """Return whether the memory of a finished request may be kept, so that a copy of it is worth its time."""
