@@ -1,12 +1,16 @@
 """Chats whose memory has evicted tokens go on from their last prompt as it was, and choose among all tokens anew."""
 
+import copy
+
 import pytest
 import torch
 
 import kvkeep
 from kvkeep.cache.prompt_kv import rows_to_read
+from kvkeep.engine import Engine
 
-from .test_conversations import FIRST, anew, ask, engine_of, turns, wish
+from .models import model
+from .test_conversations import FIRST, PLENTY, anew, ask, engine_of, turns, wish
 from .test_equal import OPTIONS, prompt_of
 
 BUDGET = 28
@@ -228,3 +232,16 @@ def test_the_prompt_is_what_the_model_read():
             held = layer.tensors[f"store.{name}"]
             expected = held.gather(1, order[..., None].expand(-1, -1, held.shape[-1]))
             assert (x[0] - expected).abs().max() < 1e-5
+
+
+def test_other_weights_read_anew():
+    trained = copy.deepcopy(model("llama"))
+    with Engine(trained, policy="tova", budget=BUDGET, rows=2, conversation_memory=PLENTY) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        with torch.no_grad():
+            for weights in trained.parameters():
+                weights.mul_(1.1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        found = ask(engine, longer)
+    with Engine(trained, policy="tova", budget=BUDGET, rows=2) as fresh:
+        assert (found.cached_tokens, found.token_ids) == (0, ask(fresh, longer).token_ids)

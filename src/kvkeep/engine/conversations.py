@@ -30,6 +30,7 @@ from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
 from kvkeep.pins import end, spans, within
 from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
 from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
 
 Mode = Literal["auto", "continue", "fresh"]
@@ -128,10 +129,17 @@ class Reader(NamedTuple):
 
 
 class KeptPrompt(NamedTuple):
-    """A prompt's token ids, and its keys and values as they were before anything was evicted."""
+    """A prompt's token ids, and its keys and values as they were before anything was evicted.
+
+    Attributes:
+        ids: the token ids.
+        kv: the keys and values.
+        fingerprint: the model, its weights and the settings with which the prompt was read.
+    """
 
     ids: array[int]
     kv: PromptKV
+    fingerprint: Fingerprint
 
     def usable(self, prompt: GenericSequence[int], to_read: int) -> int:
         """Return how many tokens of another prompt need not be read again, if so many of its last ones are read."""
@@ -329,8 +337,11 @@ class Conversations:
             return None
         reader, best = Reader.of(sequence), None
         to_read = rows_to_read(sequence.policy) or 1
-        for entry in reversed(self._entries.values()):
-            if entry.prompt is None or entry.reader != reader:
+        mine = [entry for entry in reversed(self._entries.values()) if entry.prompt and entry.reader == reader]
+        fingerprint = self._host.admission.fingerprint(*reader.settled) if mine else None
+        for entry in mine:
+            if entry.prompt is None or entry.prompt.fingerprint != fingerprint:
+                entry.prompt = None  # the model's weights have changed since
                 continue
             tokens = entry.prompt.usable(sequence.prompt, to_read)
             if tokens >= least and self._turns_alike(tokens, sequence, entry.prompt.ids):
@@ -453,7 +464,8 @@ class Conversations:
         reader = Reader.of(sequence)
         longer = (*past.ids, *past.pending, 0)
         useful = usable_tokens(past, longer, self._mode, past.drops, for_later=reader.asks_later)
-        prompt = self._prompt_of(sequence, past)
+        fingerprint = self._host.admission.fingerprint(*reader.settled)
+        prompt = self._prompt_of(sequence, past, fingerprint)
         if not (useful or prompt) or contents.nbytes > self._most_bytes:
             return None
         mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
@@ -468,17 +480,19 @@ class Conversations:
         if target is None:
             return None
         target.prompt_tokens, target.prompt = len(sequence.prompt), prompt
-        snapshot = Snapshot(contents, self._host.admission.fingerprint(*reader.settled), past.tokens)
+        snapshot = Snapshot(contents, fingerprint, past.tokens)
         return self._kept(target, replaced, past, snapshot)
 
-    def _prompt_of(self, sequence: Sequence, past: ConversationHistory) -> KeptPrompt | None:
+    def _prompt_of(
+        self, sequence: Sequence, past: ConversationHistory, fingerprint: Fingerprint
+    ) -> KeptPrompt | None:
         """Return the prompt of a finished chat as it was, if its memory has evicted tokens since."""
         if sequence.reading is None or past.shortest is not None:
             return None
         kv = sequence.reading.taken(len(sequence.prompt), len(self._rows().windows))
         if kv is None or kv.nbytes > self._most_prompt_bytes:
             return None
-        return KeptPrompt(array("i", sequence.prompt), kv)
+        return KeptPrompt(array("i", sequence.prompt), kv, fingerprint)
 
     def _replaced(self, past: ConversationHistory, mates: GenericSequence[KeptConversation]) -> list[KeptConversation]:
         """Return the conversations whose next turn a memory is, and for which it serves as well.
