@@ -1,6 +1,7 @@
 """Chats whose memory has evicted tokens go on from their last prompt as it was, and choose among all tokens anew."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -245,3 +246,13 @@ def test_other_weights_read_anew():
         found = ask(engine, longer)
     with Engine(trained, policy="tova", budget=BUDGET, rows=2) as fresh:
         assert (found.cached_tokens, found.token_ids) == (0, ask(fresh, longer).token_ids)
+
+
+@pytest.mark.parametrize("delete", [True, False])
+def test_a_closed_conversation_gives_the_memory_of_its_prompt_back_at_once(delete):
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        long_turns(engine, 1, keep_as="talk")
+        (entry,) = engine._conversations._entries.values()
+        keys = weakref.ref(entry.prompt.kv.layers[0].slots.keys)
+        engine.session(name="talk").close(delete=delete)
+        assert (keys(), engine._conversations.nbytes) == (None, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -566,9 +567,28 @@ class Conversations:
             _log.warning("A conversation was not kept: there is a session %s already.", name)
             return None
         state, seed = State(ConversationHistory()), sequence.request.sequence
-        session = self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=_note(reader, name))
+        session = self._added(name, reader, state, seed)
         self._entries[name] = entry = KeptConversation(session, reader)
         return entry
+
+    def _added(self, name: str, reader: Reader, state: State, seed: int) -> Session:
+        """Return a new session, of which nothing is kept once it is closed."""
+        note, on_close = _note(reader, name), weakref.WeakMethod(self._closed)
+
+        def closed(session: Session) -> None:
+            if (forget := on_close()) is not None:
+                forget(session)
+
+        return self._sessions.add(
+            self._host, name, reader.settled, state, seed=seed, note=note, on_close=closed
+        )
+
+    def _closed(self, session: Session) -> None:
+        """Forget the conversation of a session that was closed, and its prompt."""
+        entry = self._entries.get(session.name or "")
+        if entry is not None and entry.session is session:
+            entry.prompt = None
+            del self._entries[session.name or ""]
 
     def _history(self, sequence: Sequence, contents: Contents) -> ConversationHistory:
         """Return the tokens and messages that the memory of a finished chat stands for."""
@@ -597,9 +617,7 @@ class Conversations:
             assert kept.name is not None
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
-            session = self._sessions.add(
-                self._host, kept.name, settled, state, seed=number, note=_note(reader, kept.name)
-            )
+            session = self._added(kept.name, reader, state, number)
             entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
             self._entries[kept.name] = entry
         self.expire()
@@ -637,11 +655,10 @@ class Conversations:
 
     def _forget(self, entry: KeptConversation) -> None:
         """Forget a conversation, and delete its file. One that is about to get a new memory stays."""
-        if entry.session.closed or entry.idle:
-            assert entry.session.name is not None
-            self._entries.pop(entry.session.name, None)
-            if not entry.session.closed:
-                entry.session.discard()
+        if entry.session.closed:
+            self._closed(entry.session)
+        elif entry.idle:
+            entry.session.discard()
 
 
 def _may_resume(sequence: Sequence) -> bool:
