@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvkeep
+from kvkeep.cache import prompt_kv
 from kvkeep.cache.prompt_kv import rows_to_read
 from kvkeep.engine import Engine
 
@@ -256,3 +257,39 @@ def test_a_closed_conversation_gives_the_memory_of_its_prompt_back_at_once(delet
         keys = weakref.ref(entry.prompt.kv.layers[0].slots.keys)
         engine.session(name="talk").close(delete=delete)
         assert (keys(), engine._conversations.nbytes) == (None, 0)
+
+
+def test_a_prompt_that_cannot_be_copied_costs_no_answer(monkeypatch, caplog):
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        with monkeypatch.context() as scarce:
+            scarce.setattr(prompt_kv, "_copied", lambda *args: bytearray(2**62))
+            found = ask(engine, longer)
+        assert (found.cached_tokens, found.token_ids) == (40, alone(longer, policy="tova").token_ids)
+        assert "A prompt was not kept" in caplog.text
+        assert len(caplog.records) == 1
+        assert ask(engine, [*longer, *prompt_of(5, NEW)]).cached_tokens == 40  # the one before is still there
+
+
+def test_prompts_of_running_requests_are_bounded_as_well():
+    prompts = [[*prompt_of(70 + n, 20), *prompt_of(99, 20)] for n in range(4)]
+    with engine_of(policy="tova", budget=BUDGET, rows=4) as engine:
+        one = len(prompts[0]) * engine._kv.token_bytes
+    with engine_of(policy="tova", budget=BUDGET, rows=4, conversation_memory=2 * one + one // 2) as engine:
+        for prompt in prompts:
+            engine.add(wish(prompt, 50))
+        engine.step()
+        assert engine.n_running == 4
+        running = [sequence.reading for sequence in engine._sequences.values()]
+        assert sum(reading is not None for reading in running) == 2
+
+
+def test_a_request_of_which_nothing_is_kept_copies_no_prompt():
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        number = engine.add(wish([*prompt, *result.token_ids, 5, 6], 50, keep_as=None))
+        engine.step()
+        reading = engine._sequences[number].reading
+        assert (reading.before, reading.nbytes, reading.taken(46, 3)) == (None, 0, None)
+        assert engine.cancel(number).cached_tokens == 40

@@ -210,7 +210,8 @@ class Conversations:
         sessions: of the engine; each memory is one of them.
         host: returns what a session needs of the engine. Holding that itself would keep the engine alive.
         most_bytes: the most that all of them may take, in main memory and in files; 0 keeps none.
-        most_prompt_bytes: the most of it that prompts as they were before evictions may take; 0 keeps none.
+        most_prompt_bytes: the most of it that prompts as they were before evictions may take; those of requests that
+            run may take as much again. 0 keeps none.
         rows: returns the engine's rows.
         mode: how a prompt that continues a memory is read, see `usable_tokens`.
         ttl_s: seconds after which a memory that nobody used is forgotten.
@@ -240,6 +241,7 @@ class Conversations:
         self._rows, self._most_prompt_bytes = rows, min(most_prompt_bytes, self._most_bytes)
         self._reasons: OrderedDict[int, str] = OrderedDict()
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
+        self._readings: weakref.WeakSet[PromptReading] = weakref.WeakSet()
         if self.active:
             self._open_saved()
 
@@ -284,10 +286,20 @@ class Conversations:
             entry, before = known
             self._touch(entry)
             sequence.recalled = True
-            sequence.reading = PromptReading(before)
-        elif (contents is None or contents.shortest(self._rows().windows) is not None) and self._keeps_prompt(sequence):
-            sequence.reading = PromptReading()
+            sequence.reading = self._reading(sequence, before)
+        elif contents is None or contents.shortest(self._rows().windows) is not None:
+            sequence.reading = self._reading(sequence)
         return contents
+
+    def _reading(self, sequence: Sequence, before: PromptKV | None = None) -> PromptReading | None:
+        """Return what is known of a prompt that is about to be read, and room for what is kept of it; ``None`` without
+        either.
+        """
+        nbytes = len(sequence.prompt) * self._rows().token_bytes if self._keeps_prompt(sequence) else 0
+        if before is None and not nbytes:
+            return None
+        self._readings.add(reading := PromptReading(before, nbytes=nbytes))
+        return reading
 
     def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
         """Return the longest memory with which a prompt begins; ``None`` if there is none.
@@ -326,7 +338,8 @@ class Conversations:
         if not self._most_prompt_bytes or not self.wants(sequence) or not _may_resume(sequence):
             return False
         rows, tokens = self._rows(), len(sequence.prompt)
-        fits = tokens * rows.token_bytes <= self._most_prompt_bytes
+        taken = sum(reading.nbytes for reading in self._readings)  # by requests that run
+        fits = taken + tokens * rows.token_bytes <= self._most_prompt_bytes
         new = sequence.request.sampling.max_new_tokens
         return fits and not rows.alone and rows.may_evict(sequence.policy, sequence.budget, tokens + new)
 
