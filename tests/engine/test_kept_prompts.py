@@ -37,7 +37,7 @@ def long_turns(engine, count=4, start=FIRST, **options):
 
 def alone(prompt, name="llama", **options):
     engine = {"budget": BUDGET, "conversation_memory": 0}
-    engine |= {key: options.pop(key) for key in ("policy", "positions", "kv_bits", "head_budget") if key in options}
+    engine |= {key: options.pop(key) for key in ("policy", "budget", "positions", "kv_bits", "head_budget") if key in options}
     with engine_of(name, **engine) as fresh:
         return ask(fresh, prompt, return_memory=True, **options)
 
@@ -293,3 +293,14 @@ def test_a_request_of_which_nothing_is_kept_copies_no_prompt():
         reading = engine._sequences[number].reading
         assert (reading.before, reading.nbytes, reading.taken(46, 3)) == (None, 0, None)
         assert engine.cancel(number).cached_tokens == 40
+
+
+def test_a_window_of_rows_is_read_however_short_the_question_is():
+    with engine_of(policy="snapkv:window=8,recent=2", budget=32) as engine:
+        ((prompt, result),) = turns(engine, 1)
+        longer = [*prompt, *result.token_ids, 5, 6]  # fits
+        result = ask(engine, longer, new=2)
+        asked = [*longer, *result.token_ids, *prompt_of(4, 6)]  # does not
+        found = ask(engine, asked)
+        assert found.cached_tokens == len(asked) - 8
+        assert found.token_ids == alone(asked, policy="snapkv:window=8,recent=2", budget=32).token_ids

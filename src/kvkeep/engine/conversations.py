@@ -64,6 +64,7 @@ def usable_tokens(
     drops: Drops = (),
     *,
     for_later: bool = False,
+    to_read: int = 1,
 ) -> int:
     """Return from how many tokens of a memory a prompt goes on; 0: the prompt is read anew.
 
@@ -77,15 +78,17 @@ def usable_tokens(
         mode: ``auto``, ``continue`` or ``fresh``.
         drops: what leaves the memory while the prompt is read. A memory serves if it has dropped just that by then.
         for_later: whether the memory's policy keeps tokens for questions that it does not know.
+        to_read: last tokens of the prompt that are read although a memory that has evicted nothing has them: the last
+            one tells the next token, and the policy may choose by the attention of more.
     """
     done = len(past.drops)
     if mode == "fresh" or past.drops != drops[:done]:
         return 0
     shared = common_beginning(past.ids, prompt)
-    found = min(shared, len(prompt) - 1)  # the last token is read in any case: it tells the next one
-    found = min([found, *(drop.after for drop in drops[done:])])
+    found = min([shared, len(prompt) - 1, *(drop.after for drop in drops[done:])])
     if past.shortest is None:
         return found if (mode == "continue" or for_later) and found == len(past.ids) else 0
+    found = min(found, len(prompt) - to_read)
     return found if found >= past.shortest else 0
 
 
@@ -340,8 +343,16 @@ class Conversations:
         rows, tokens = self._rows(), len(sequence.prompt)
         taken = sum(reading.nbytes for reading in self._readings)  # by requests that run
         fits = taken + tokens * rows.token_bytes <= self._most_prompt_bytes
-        new = sequence.request.sampling.max_new_tokens
-        return fits and not rows.alone and rows.may_evict(sequence.policy, sequence.budget, tokens + new)
+        return fits and not rows.alone and self._may_evict(sequence)
+
+    def _may_evict(self, sequence: Sequence) -> bool:
+        """Return whether a token may have to go before a request ends."""
+        tokens = len(sequence.prompt) + sequence.request.sampling.max_new_tokens
+        return self._rows().may_evict(sequence.policy, sequence.budget, tokens)
+
+    def _to_read(self, sequence: Sequence) -> int:
+        """Return how many of a prompt's last tokens are read, whatever a memory has of them."""
+        return (rows_to_read(sequence.policy) or 1) if self._may_evict(sequence) else 1
 
     def _known(self, sequence: Sequence, least: int) -> tuple[KeptConversation, PromptKV] | None:
         """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and these; at
@@ -350,7 +361,7 @@ class Conversations:
         if not _may_resume(sequence):
             return None
         reader, best = Reader.of(sequence), None
-        to_read = rows_to_read(sequence.policy) or 1
+        to_read = self._to_read(sequence)
         mine = [entry for entry in reversed(self._entries.values()) if entry.prompt and entry.reader == reader]
         fingerprint = self._host.admission.fingerprint(*reader.settled) if mine else None
         for entry in mine:
@@ -436,11 +447,11 @@ class Conversations:
     def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
         """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
         reader, best = Reader.of(sequence), None
+        rules: dict[str, Any] = {"for_later": reader.asks_later, "to_read": self._to_read(sequence)}
         for entry in reversed(self._entries.values()):
             if entry.reader != reader:
                 continue
-            later = reader.asks_later
-            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, for_later=later)
+            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, **rules)
             pins = within(entry.session.pins, tokens)
             asked = within(sequence.pins, tokens)
             # a prompt that stays whole pins what is held of it, and so whatever the memory pins
