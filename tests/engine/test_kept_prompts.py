@@ -10,6 +10,7 @@ import kvkeep
 from kvkeep.cache import prompt_kv
 from kvkeep.cache.prompt_kv import rows_to_read
 from kvkeep.engine import Engine
+from kvkeep.snapshot import Snapshot
 
 from .models import model
 from .test_conversations import FIRST, PLENTY, anew, ask, engine_of, turns, wish
@@ -304,3 +305,15 @@ def test_a_window_of_rows_is_read_however_short_the_question_is():
         found = ask(engine, asked)
         assert found.cached_tokens == len(asked) - 8
         assert found.token_ids == alone(asked, policy="snapkv:window=8,recent=2", budget=32).token_ids
+
+
+def test_a_turn_that_cannot_be_written_leaves_the_prompt_before_it(tmp_path, monkeypatch):
+    with engine_of(policy="tova", budget=BUDGET, session_dir=tmp_path) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        with monkeypatch.context() as full:
+            full.setattr(Snapshot, "save", lambda *args: 1 / 0)
+            assert ask(engine, longer).cached_tokens == 40
+        found = ask(engine, longer)
+        assert (found.cached_tokens, found.token_ids) == (40, alone(longer, policy="tova").token_ids)
+        assert ask(engine, [*longer, *prompt_of(5, 3)]).cached_tokens == len(longer)

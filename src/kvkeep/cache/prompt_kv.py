@@ -119,9 +119,7 @@ class PromptReading:
             tokens: the length of the prompt.
             layers: number of layers with slots.
         """
-        found = self._layers
-        self.read()
-        self.give_up()
+        found, self._layers, self.before = self._layers, {}, None
         parts = tuple(found[index] for index in sorted(found))
         if len(parts) != layers or any(int(part.slots.positions[0, 0, -1]) != tokens - 1 for part in parts):
             return None

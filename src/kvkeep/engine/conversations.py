@@ -498,15 +498,20 @@ class Conversations:
             self._touch(same)
             return None
         replaced = self._replaced(past, mates)
-        for mate in mates:
-            if prompt is not None and mate.prompt is not None and mate.prompt.begins(prompt):
-                mate.prompt = None  # the new one serves in its place
         target = replaced.pop() if replaced else self._made(sequence, reader)
         if target is None:
             return None
-        target.prompt_tokens, target.prompt = len(sequence.prompt), prompt
+
+        def finish() -> None:
+            for mate in mates:
+                if prompt is not None and mate.prompt is not None and mate.prompt.begins(prompt):
+                    mate.prompt = None  # the new one serves in its place
+            target.prompt_tokens, target.prompt = len(sequence.prompt), prompt
+            for other in replaced:
+                self._forget(other)
+
         snapshot = Snapshot(contents, fingerprint, past.tokens)
-        return self._kept(target, replaced, past, snapshot)
+        return self._kept(target, past, snapshot, finish)
 
     def _prompt_of(
         self, sequence: Sequence, past: ConversationHistory, fingerprint: Fingerprint
@@ -551,11 +556,11 @@ class Conversations:
     def _kept(
         self,
         entry: KeptConversation,
-        replaced: GenericSequence[KeptConversation],
         past: ConversationHistory,
         snapshot: Snapshot,
+        replace: Callable[[], None],
     ) -> Pending | None:
-        """Give a conversation its new memory; those that it replaces are forgotten once it is kept."""
+        """Give a conversation its new memory. Once it is kept, ``replace`` forgets what it takes the place of."""
 
         def cancel() -> None:
             entry.writing = False
@@ -571,8 +576,7 @@ class Conversations:
                 cancel()
                 return
             entry.writing = False
-            for other in replaced:
-                self._forget(other)
+            replace()
             self._touch(entry)
             self._trim()
 
