@@ -38,7 +38,9 @@ def long_turns(engine, count=4, start=FIRST, **options):
 
 def alone(prompt, name="llama", **options):
     engine = {"budget": BUDGET, "conversation_memory": 0}
-    engine |= {key: options.pop(key) for key in ("policy", "budget", "positions", "kv_bits", "head_budget") if key in options}
+    engine |= {
+        key: options.pop(key) for key in ("policy", "budget", "positions", "kv_bits", "head_budget") if key in options
+    }
     with engine_of(name, **engine) as fresh:
         return ask(fresh, prompt, return_memory=True, **options)
 

@@ -165,7 +165,9 @@ class LayerPrompts:
                 continue
             try:
                 found = _copied(policy, slots, state, row)
-            except Exception as error:  # most likely no memory for the copy, which costs the next turn time, and no more
+            except (
+                Exception
+            ) as error:  # most likely no memory for the copy, which costs the next turn time, and no more
                 _log.warning("A prompt was not kept: %s", error)
                 reading.give_up()
                 continue

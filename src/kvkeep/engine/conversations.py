@@ -513,9 +513,7 @@ class Conversations:
         snapshot = Snapshot(contents, fingerprint, past.tokens)
         return self._kept(target, past, snapshot, finish)
 
-    def _prompt_of(
-        self, sequence: Sequence, past: ConversationHistory, fingerprint: Fingerprint
-    ) -> KeptPrompt | None:
+    def _prompt_of(self, sequence: Sequence, past: ConversationHistory, fingerprint: Fingerprint) -> KeptPrompt | None:
         """Return the prompt of a finished chat as it was, if its memory has evicted tokens since."""
         if sequence.reading is None or past.shortest is not None:
             return None
@@ -607,9 +605,7 @@ class Conversations:
             if (forget := on_close()) is not None:
                 forget(session)
 
-        return self._sessions.add(
-            self._host, name, reader.settled, state, seed=seed, note=note, on_close=closed
-        )
+        return self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=note, on_close=closed)
 
     def _closed(self, session: Session) -> None:
         """Forget the conversation of a session that was closed, and its prompt."""
