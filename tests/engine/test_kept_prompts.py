@@ -319,3 +319,16 @@ def test_a_turn_that_cannot_be_written_leaves_the_prompt_before_it(tmp_path, mon
         found = ask(engine, longer)
         assert (found.cached_tokens, found.token_ids) == (40, alone(longer, policy="tova").token_ids)
         assert ask(engine, [*longer, *prompt_of(5, 3)]).cached_tokens == len(longer)
+
+
+@pytest.mark.parametrize("place", ["_known", "_memory", "_touch", "_reading"])
+def test_a_search_that_fails_reads_anew(monkeypatch, caplog, place):
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        with monkeypatch.context() as scarce:
+            scarce.setattr(engine._conversations, place, lambda *args, **options: bytearray(2**62))
+            found = ask(engine, longer, keep_as=None)
+        assert (found.cached_tokens, found.token_ids) == (0, alone(longer, policy="tova").token_ids)
+        assert "A conversation was not continued: " in caplog.text
+        assert ask(engine, longer).cached_tokens == 40

@@ -168,7 +168,7 @@ class LayerPrompts:
             except (
                 Exception
             ) as error:  # most likely no memory for the copy, which costs the next turn time, and no more
-                _log.warning("A prompt was not kept: %s", error)
+                _log.warning("A prompt was not kept: %r", error)
                 reading.give_up()
                 continue
             if found is not None:

@@ -27,6 +27,7 @@ from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import State
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.models.device import reason_of
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
 from kvkeep.pins import end, spans, within
 from kvkeep.policies._keep_prompt import keeps_whole
@@ -267,7 +268,8 @@ class Conversations:
         return sum(entry.nbytes for entry in self._entries.values())
 
     def find(self, sequence: Sequence, beyond: int = 0) -> Contents | None:
-        """Return the longest memory with which a prompt begins; ``None`` if there is none. It counts as used.
+        """Return the longest memory with which a prompt begins; ``None`` if there is none, or looking for it fails. It
+        counts as used.
 
         Where that has evicted tokens, and the earlier prompt itself is kept, note this for the sequence's reading and
         return ``None``: the policy then chooses anew among all tokens.
@@ -278,6 +280,15 @@ class Conversations:
         """
         if not self.active or not sequence.request.owner or sequence.levels:
             return None
+        try:
+            return self._find(sequence, beyond)
+        except Exception as error:  # no memory for a copy, for example: the prompt is read anew
+            _log.warning("A conversation was not continued: %s", reason_of(error))
+            sequence.recalled, sequence.reading = False, None
+            return None
+
+    def _find(self, sequence: Sequence, beyond: int) -> Contents | None:
+        """Return the longest memory with which a prompt begins, see `find`."""
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
@@ -326,14 +337,14 @@ class Conversations:
                 return None  # it is about to get a new memory
             if contents is None:  # a session that has just been closed
                 return None
+            contents = contents.cut_back(tokens)
             self._touch(entry)
             sequence.recalled = True
-            if shorter is None:
-                return contents.cut_back(tokens)
-            rest = sequence.prompt[shorter.shared :]
-            new = (Drop(tokens, shorter.spans),) if shorter.spans else ()
-            sequence.recall((*entry.past.ids[:tokens], *rest), (*entry.past.drops, *new))
-            return contents.cut_back(tokens)  # `kvkeep.engine.prefix_cache.begin` drops what is due
+            if shorter is not None:  # `kvkeep.engine.prefix_cache.begin` drops what is due
+                rest = sequence.prompt[shorter.shared :]
+                new = (Drop(tokens, shorter.spans),) if shorter.spans else ()
+                sequence.recall((*entry.past.ids[:tokens], *rest), (*entry.past.drops, *new))
+            return contents
         return None
 
     def _keeps_prompt(self, sequence: Sequence) -> bool:
