@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import ssl
 
 import annotations
 import comparable_model
@@ -16,6 +17,7 @@ import trials
 import typer.main
 import typer.testing
 
+gc.set_threshold(10_000)  # most of what is collected earlier dies by itself
 gc.disable()  # until all is collected: what an import makes is no garbage
 annotations.install("kvkeep")
 annotations.install("kvkeep_lab")
@@ -23,6 +25,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; tests of Ctrl-C would wait forever
     signal.signal(signal.SIGINT, signal.default_int_handler)
+ssl.create_default_context = functools.cache(
+    ssl.create_default_context
+)  # HTTP clients would each read all certificates
 typer.testing._get_command = functools.cache(typer.main.get_command)  # it would be made anew for each command of a test
 hypothesis.settings.register_profile("same", derandomize=True, database=None)  # the same examples in every run
 hypothesis.settings.load_profile("same")
@@ -77,6 +82,12 @@ def no_checked_annotations():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def only_new_garbage():
+    """For tests that collect garbage: what is older lives on unseen. Looking through it all takes a second."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

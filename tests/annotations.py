@@ -23,9 +23,9 @@ import torch
 from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
 _in_full = jaxtyping.jaxtyped
-FIRST_CALLS = 50
+FIRST_CALLS = 12
 """Calls of a function in each test that are all looked at."""
-NTH = 11
+NTH = 37
 """Of further calls each such one is looked at; a prime, so that each layer of a model has its turn, if their number is
 no multiple of it."""
 _counts: list[list[int]] = []
@@ -111,7 +111,7 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
     made: list[Callable[..., Any]] = []
     calls = [0]
-    compiling = torch.compiler.is_compiling
+    compiling = torch.compiler.is_dynamo_compiling  # a third of the calls that `is_compiling` makes
     in_full = _made_later(lambda: _in_full(function, typechecker=typechecker))
 
     def choose() -> Callable[..., Any]:

@@ -94,6 +94,13 @@ def test_a_mistake_is_one_line(line, said, file):
     assert len(message) < 600
 
 
+def test_a_folder_and_a_pipe_are_named_as_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputError, match=r"is no file\. Give the kvkeep"):
+            Config.read(place)
+
+
 def test_places_that_are_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path, tmp_path / "none.toml", tmp_path / "pipe", "a\0b", "/dev/zero"):

@@ -118,6 +118,8 @@ def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise InputError(f"{path} is no file. Give the {NAME} that kvkeep tune has written.")
         with file.open("rb") as opened:
             data = opened.read(_LARGEST + 1)
+    except InputError:  # a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or "its name is no path"
         raise InputError(f"{path} cannot be read: {why}. Give the {NAME} that kvkeep tune has written.") from error

@@ -130,6 +130,11 @@ def remove_leftovers(folder: Path, names: Collection[str], before: float | None 
                 path.unlink()
 
 
+def is_address(name: str) -> bool:
+    """Return whether a name has a scheme, such as ``s3://``, and so is no path on this machine."""
+    return "://" in name
+
+
 def in_full(name: str | os.PathLike[str]) -> Path:
     """Return the path with the home folder in place of ``~``. ``~name`` stays if there is no such user."""
     with suppress(RuntimeError):

@@ -30,8 +30,15 @@ def norm(width, dtype, plus=0.0):
     return Norm(nn.Parameter(torch.rand(width).to(dtype)), 1e-5, plus)
 
 
+def layer_norm(width, dtype):
+    weight, bias = (nn.Parameter(torch.randn(width).to(dtype)) for _ in range(2))
+    return Norm(weight, 1e-5, bias=bias, is_centred=True)
+
+
 def normed(x, by):
     """The norm of the last axis in double precision."""
+    if by.is_centred:
+        return nn.functional.layer_norm(x, x.shape[-1:], by.weight.double(), by.bias.double(), by.epsilon)
     return x / (x.square().mean(-1, keepdim=True) + by.epsilon).sqrt() * (by.weight.double() + by.plus)
 
 
@@ -44,10 +51,11 @@ def assert_near(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=limit)
 
 
-def before(x, first, linears, each, angles):
+def before(x, first, linears, each, angles, *, scale=1.0):
     """What a layer computes before attention, with weights that are packed for this call."""
-    dim = angles[0].shape[-1]
-    return layer_ops.Before(first, linears, each, dim, dim)(x, angles)
+    dim = linears[0].out_features // 4
+    rotary_dim = 0 if angles is None else angles[0].shape[-1]
+    return layer_ops.Before(first, linears, each, dim, rotary_dim, scale)(x, angles)
 
 
 def behind_it(x, attention, *weights):
@@ -83,6 +91,24 @@ def test_before_attention(dtype, dim, kind):
         assert_near(part, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [6, 64])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_queries_that_are_scaled_and_heads_that_are_not_rotated(dtype, dim, scale, is_rotated):
+    x, _, qkv, each, angles = heads_of(dim, dtype, kind="bias")
+    first = layer_norm(48, dtype)
+    found = before(x, first, qkv, each, angles if is_rotated else None, scale=scale)
+    rows = normed(x.double(), first)
+    for part, layer in zip(found, qkv, strict=True):
+        expected = product(rows, layer).view(3, 1, -1, dim).transpose(1, 2)
+        if is_rotated and layer is not qkv[2]:
+            cosines, sines = (angle.double()[:, None] for angle in angles)
+            half = torch.cat((-expected[..., dim // 2 :], expected[..., : dim // 2]), dim=-1)
+            expected = expected * cosines + half * sines
+        assert_near(part, expected * (scale if layer is qkv[0] else 1))
+
+
 def behind_of(dtype, rows=3, *, width=48, inner=100, attended=64, bias=False):
     """Arguments of `behind_it`."""
     x, attention = torch.randn(rows, 1, width).to(dtype), torch.randn(rows, 1, attended).to(dtype)
@@ -101,6 +127,16 @@ def test_behind_attention(dtype, rows, width, inner, bias):
     n = normed(y, second)
     expected = y + product(nn.functional.silu(product(n, gate)) * product(n, up), down)
     assert_near(behind_it(*given), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_behind_attention_without_a_gate(dtype):
+    x, attention, output, _, first, _, down = behind_of(dtype, bias=True)
+    second = layer_norm(48, dtype)
+    y = x.double() + product(attention.double(), output)
+    expected = y + product(nn.functional.relu(product(normed(y, second), first)), down)
+    behind = layer_ops.Behind(output, second, first, None, down, activation=layer_ops.RELU)
+    assert_near(behind(x, attention), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +180,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
         "angles in another dtype": replaced(given, 4, (cosines.float(), sines)),
         "angles of other rows": replaced(given, 4, (cosines[:2], sines)),
         "angles of two tokens": replaced(given, 4, (cosines.repeat(1, 2, 1), sines.repeat(1, 2, 1))),
-        "angles of part of the dims": replaced(given, 4, (cosines[..., :10], sines[..., :10])),
+        "angles of part of the dims": replaced(given, 4, (cosines, sines[..., :10])),
         "an odd number of dims": replaced(given, 4, (cosines[..., :15], sines[..., :15])),
         "rows that are not dense": replaced(given, 0, x.repeat(1, 1, 2)[..., ::2]),
         "a norm of another width": replaced(given, 1, norm(47, dtype)),

@@ -102,7 +102,40 @@ def test_a_gated_layer_is_that_of_torch(dtype, rows, width, inner, bias):
 def test_a_norm_is_that_of_torch(dtype, plus, shape):
     x, weight = torch.randn(shape, dtype=dtype), nn.Parameter(torch.randn(shape[-1]).to(dtype))
     expected = nn.functional.rms_norm(x.float(), shape[-1:], weight.float() + plus, 1e-5).to(dtype)
-    assert_near(layer_ops.norm(x, weight, 1e-5, plus=plus), expected)
+    assert_near(layer_ops.norm(x, layer_ops.Norm(weight, 1e-5, plus)), expected)
+
+
+ACTIVATIONS = {
+    layer_ops.SILU: nn.functional.silu,
+    layer_ops.GELU: lambda x: nn.functional.gelu(x, approximate="tanh"),
+    layer_ops.RELU: nn.functional.relu,
+    layer_ops.RELU_SQUARED: lambda x: nn.functional.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", layer_ops.ACTIVATIONS)
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_a_feed_forward_layer_with_each_activation(dtype, activation, is_gated):
+    gate, up, down = (layer(*shape, dtype, bias=True) for shape in ((33, 45), (33, 45), (45, 33)))
+    x = 4 * torch.randn(1, 5, 33, dtype=dtype)
+    inner = ACTIVATIONS[activation](gate(x)) * (up(x) if is_gated else 1)
+    assert_near(layer_ops.gated(x, gate, up if is_gated else None, down, activation), down(inner))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (300, 48), (2, 3, 5, 7), (2, 1)])
+def test_a_layer_norm_is_that_of_torch(dtype, bias, shape):
+    x = (torch.randn(shape) + 100).to(dtype)  # far from 0, where sums of squares less squares of sums are wrong
+    by = nn.LayerNorm(shape[-1], bias=bias).to(dtype)
+    for weight in by.parameters():
+        nn.init.normal_(weight)
+    found = layer_ops.norm(x, layer_ops.Norm(by.weight, by.eps, bias=by.bias, is_centred=True))
+    weights = [None if part is None else part.double() for part in (by.weight, by.bias)]
+    expected = nn.functional.layer_norm(x.double(), shape[-1:], *weights, by.eps)
+    limit = 5e-5 if dtype is torch.float32 else TOLERANCE[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=limit)
 
 
 def test_a_row_and_the_number_of_threads_change_no_bit():
@@ -122,7 +155,11 @@ def test_nan_and_infinity_stay():
     for x in (torch.full((1, 32), torch.nan), torch.full((1, 32), torch.inf)):
         assert not layer_ops.products(x, [gate])[0].isfinite().any()
         assert not layer_ops.gated(x, gate, up, down).isfinite().any()
-        assert layer_ops.norm(x, nn.Parameter(torch.ones(32)), 1e-5, plus=0.0).isnan().any()
+        for centred in (False, True):
+            by = layer_ops.Norm(nn.Parameter(torch.ones(32)), 1e-5, is_centred=centred)
+            assert layer_ops.norm(x, by).isnan().any()
+        for activation in (layer_ops.RELU, layer_ops.RELU_SQUARED):
+            assert not layer_ops.gated(x, gate, None, down, activation).isfinite().any()
 
 
 def test_what_the_kernel_cannot_do_is_left_to_torch():
@@ -150,4 +187,8 @@ def test_parts_of_a_gated_layer_must_fit():
     assert layer_ops.gated(x, layer(32, 16), layer(32, 17), layer(16, 32)) is None
     assert layer_ops.gated(x, layer(32, 16), layer(32, 16), layer(17, 32)) is None
     assert layer_ops.gated(x, layer(32, 16), layer(32, 16), layer(16, 32).bfloat16()) is None
-    assert layer_ops.norm(x, nn.Parameter(torch.ones(31)), 1e-5, plus=0.0) is None
+    assert layer_ops.gated(x, layer(32, 16), None, layer(17, 32)) is None
+    weight, bias = (nn.Parameter(torch.ones(n)) for n in (32, 31))
+    assert layer_ops.norm(x, layer_ops.Norm(bias, 1e-5)) is None
+    assert layer_ops.norm(x, layer_ops.Norm(weight, 1e-5, bias=bias)) is None
+    assert layer_ops.norm(x, layer_ops.Norm(weight, 1e-5, bias=nn.Parameter(weight.double()))) is None

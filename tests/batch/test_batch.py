@@ -194,6 +194,7 @@ def test_a_file_for_bad_lines_that_cannot_be_written(tmp_path):
         ("[1]", "no JSON object"),
         ({"text": "x"}, 'either "prompt" or "messages"'),
         ({"prompt": "x", "messages": []}, 'either "prompt" or "messages"'),
+        ({"promt": "x"}, 'either "prompt" or "messages", and has "promt"'),
         ({"prompt": 3}, "no text"),
         ({"prompt": ""}, "empty"),
         ({"messages": [{"role": "user"}]}, '"messages" are no list'),

@@ -9,6 +9,7 @@ import pytest
 from commands import completions, result_of, run, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from kvkeep import result_files
 from kvkeep.batch import output as outputs
@@ -193,10 +194,14 @@ def test_nothing_foreign_is_ever_lost(tmp_path, unsynced, content):
     keeps(tmp_path / "foreign", content)
 
 
-@given(content=foreign())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_nothing_foreign_behind_completions_is_lost(whole, tmp_path, unsynced, content):
-    keeps(tmp_path / "foreign", whole.splitlines(keepends=True)[0] + content)
+@pytest.mark.parametrize("examples", sweep([12, 40], lambda examples: examples == 12))
+def test_nothing_foreign_behind_completions_is_lost(whole, tmp_path, unsynced, examples):
+    @given(content=foreign())
+    @settings(max_examples=examples, deadline=None)
+    def run(content):
+        keeps(tmp_path / "foreign", whole.splitlines(keepends=True)[0] + content)
+
+    run()
 
 
 def test_a_job_that_is_refused_cuts_nothing_off(whole, tmp_path):

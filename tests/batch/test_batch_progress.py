@@ -128,7 +128,7 @@ def test_a_job_with_nothing_to_do_draws_no_bar(tmp_path, monkeypatch):
     assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
     screen = drawn(monkeypatch, 80)
     assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
-    assert "1 of 1 line were done before" in screen.getvalue()
+    assert "1 of 1 line were done before; nothing is left to do" in screen.getvalue()
     assert "%" not in screen.getvalue()
 
 
@@ -151,4 +151,5 @@ def test_without_a_terminal_nothing_is_drawn_or_watched(tmp_path, monkeypatch):
     monkeypatch.setattr("kvkeep.cli.progress.watched", pytest.fail)
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}})
     result = run("-i", source, "-o", tmp_path / "out.jsonl")
-    assert (result.exit_code, " of 1 line" in result.output) == (0, False)
+    assert (result.exit_code, "%" in result.output) == (0, False)
+    assert "note: 1 of 1 line in " in result.output

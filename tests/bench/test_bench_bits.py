@@ -17,7 +17,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew
 sys.path.remove(str(BENCH))
 
-from kvkeep.evals.grid import split_arms  # noqa: E402
+from kvkeep.evals.arms import split_arms  # noqa: E402
 from kvkeep.evals.report import share_tables  # noqa: E402
 
 

@@ -125,7 +125,7 @@ def test_the_commands_are_run_in_folders_of_their_protocols(tmp_path, monkeypatc
 
 
 def test_policies_are_all_there_and_known():
-    from kvkeep.evals.grid import split_policies
+    from kvkeep.evals.arms import split_policies
     from kvkeep.policies.registry import available, spec
 
     names = {spec(policy).partition(":")[0] for policy in split_policies(",".join([*quality.MAIN, *quality.REST]))}

@@ -223,6 +223,7 @@ def test_heads_of_one_slot():
         pair.step(T)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_a_recorded_step_in_a_pool_keeps_no_slots_alive(repeats):
     layer = layer_of("reread:recent=3,sinks=2", [(12, 8)])
     for seed, T in enumerate((9, 1, 1)):
@@ -370,6 +371,7 @@ def test_copies_go_on_alone(repeats):
     assert len(repeats) == 1 + 2 * 3
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_no_memory_is_kept(repeats):
     layer = layer_of()
     step(layer, 9)

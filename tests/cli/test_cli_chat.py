@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 
 import model_folders
@@ -350,6 +351,32 @@ def a_talk(model):
     found.close()
 
 
+def test_one_ctrl_c_stops_the_reading_of_a_message_at_the_next_layer(model, a_talk, capsys):
+    """The step that reads a long message would go on for a minute, and then begin an answer that nobody wants."""
+    a_talk.answer("the fox", stoppable=True)
+    before, layers, read = a_talk.state.tokens.tolist(), loaded(model)[0].model.layers, []
+
+    def press(layer, *inputs):
+        read.append(layer)
+        if layer is layers[0]:
+            signal.raise_signal(signal.SIGINT)
+
+    presses = [layer.register_forward_pre_hook(press) for layer in layers]
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        capsys.readouterr()
+        a_talk.answer("the quick fox " * 8, stoppable=True)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+        for hook in presses:
+            hook.remove()
+    assert read == [layers[0]]
+    assert "the conversation is as it was before this message" in " ".join(capsys.readouterr().err.split())
+    assert a_talk.state.tokens.tolist() == before
+    a_talk.answer("the dog", stoppable=True)
+    assert [capsys.readouterr().out.strip()] == wanted(model, "the fox", "the dog")[1:]
+
+
 def test_a_message_that_begins_with_a_slash(model):
     assert answers(model, said=[" /foo"])[0].strip() == wanted(model, "/foo")[0]
 
@@ -463,7 +490,8 @@ def test_words_that_cannot_be_used(words, reason, model):
 
 
 def test_a_system_message_without_a_template():
-    assert "needs a chat template" in refused(model_folders.folder(), "--system", "x", said=["the fox"])
+    said = refused(model_folders.folder(), "--system", "x", said=["the fox"])
+    assert f"{model_folders.folder()} has no chat template, so there is no place for a --system message" in said
 
 
 def test_lines_that_are_no_text(model):

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.errors import InputError, PolicyError
+from kvkeep.evals.arms import split_arms
 from kvkeep.evals.forward import Setup
-from kvkeep.evals.grid import GridArguments, RequestedBudget, split_arms
+from kvkeep.evals.grid import GridArguments, RequestedBudget
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse, spec
 

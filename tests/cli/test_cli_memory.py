@@ -36,6 +36,18 @@ def test_the_facts_and_a_line_for_each_layer(tmp_path):
     assert [line.split()[0] for line in drawing] == [str(number) for number in range(len(snapshot.contents.layers))]
 
 
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("uniform", "uniform over layers"),
+        ("sliding:0.25", "--layer-budget sliding:0.25"),
+        ((0.5, 1.5), "spread over layers by weights"),
+    ],
+)
+def test_how_a_budget_is_spread_is_said_as_it_is_typed(rule, said):
+    assert memory._rule(rule) == said
+
+
 def test_a_policy_has_its_short_name(tmp_path):
     path = memories.save(tmp_path / "report.kvkeep", "keydiff:later")
     assert "keydiff:later" in run(path).output

@@ -276,6 +276,13 @@ def test_a_file_that_appears_while_the_text_is_read_is_not_overwritten(text, mon
     assert file.read_text() == "mine"
 
 
+def test_a_share_of_the_text_is_a_budget(text):
+    _, done = remember(model_folders.folder(), text, "-b", "25%", "--json", "--no-fidelity")
+    made = json.loads(done.stdout)
+    assert made["budget"] == made["tokens"] // 4
+    assert "outside 0" in refused("remember", model_folders.folder(), "-f", text, "-o", "none", "-b", "120%")
+
+
 def test_ctrl_c_leaves_nothing(text, monkeypatch):
     def stop(self, ids):
         raise KeyboardInterrupt

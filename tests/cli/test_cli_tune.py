@@ -1,20 +1,24 @@
 """``kvkeep tune``: what it prints and writes, how it goes on, and every bad input as one line and exit code 2."""
 
 import functools
+import io
 import json
+import re
 import time
 import tomllib
 
 import model_folders
 import processes
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import Engine
+from kvkeep.cli import console, tune_run
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
-from kvkeep.evals.tune.search import TuneRecords
+from kvkeep.evals.tune.search import Progress, TuneRecords
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 
@@ -161,14 +165,29 @@ def test_a_target_that_nothing_reaches_names_the_best(mine, tmp_path, answers):
     assert not (tmp_path / "out" / "kvkeep.toml").exists()
 
 
+def test_its_bar_fits_80_columns_with_what_is_measured_and_the_time_left(monkeypatch):
+    drawn = io.StringIO()
+    screen = Console(file=drawn, force_terminal=True, width=80)
+    monkeypatch.setattr(console, "err", lambda: screen)
+    with tune_run._progress() as on_block:
+        for units in (120, 130, 140):
+            on_block(Progress("keydiff:document", 1790, units, 1036))
+            time.sleep(0.05)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
+    last = [line for line in re.split("[\r\n]", plain) if line.strip()][-1]
+    assert "keydiff:document at 179" in last
+    assert re.search(r"140 of about 1036 documents read +\d+% [0-9-]:[0-9-]{2}:[0-9-]{2}", last)
+    assert len(last.rstrip()) <= 80
+
+
 def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, answers):
     few = ("--target", "0.98", "--no-plots", "--policies", "leverage,tova", "--budgets", "8,12,20,30,40")
     shown = tune("--questions", mine, *few, "-o", tmp_path / "own").stdout
     said = " ".join(shown.split())
     assert "leverage with a budget of 12 kept 100.0% of the full cache's quality here" in said
     assert (
-        "36 questions show 89.7% at most, and cannot promise 0.98: it takes 191 questions that the full cache answers."
-        in said
+        "36 questions cannot promise 0.98: if all are right, they show that 89.7% or more is kept. That takes 191 "
+        "questions that the full cache answers." in said
     )
     assert Config.read(tmp_path / "own" / "kvkeep.toml").budget == 12
     assert "cannot promise" in (tmp_path / "own" / "kvkeep.toml").read_text()
@@ -177,7 +196,7 @@ def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, an
     assert all(one["at_least"] is not None for one in found["searched"])
     planted = ("--context", 400, "--facts", 4, "--limit", 32, "-o", tmp_path / "planted")
     said = " ".join(tune(*few, *planted).stdout.split())
-    assert "cannot promise 0.98: it takes" in said
+    assert "cannot promise 0.98: if all are right" in said
     assert "texts that the full cache answers" in said
 
 
@@ -208,7 +227,7 @@ def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, 
         tmp_path / "out",
     )
     result = tune(*few)
-    assert "below it" in result.stdout
+    assert "below target" in result.stdout
     assert "No budget keeps 98 % of the full cache's quality. The best finalist was tova at 20" in " ".join(
         result.stderr.split()
     )
@@ -223,7 +242,7 @@ def test_a_single_document_is_a_table_too(tmp_path, answers):
     assert (found["promises"], found["chosen"]["at_least"]) == (False, None)
     tomllib.loads((tmp_path / "out" / "kvkeep.toml").read_text())
     said = " ".join(tune(*few, "-o", tmp_path / "out").stdout.split())
-    assert "4 questions cannot promise 0.98: it takes 200 questions about 50 texts" in said
+    assert "4 questions cannot promise 0.98. That takes 200 questions about 50 texts" in said
 
 
 def test_a_weak_model_is_noted(mine, tmp_path, monkeypatch):

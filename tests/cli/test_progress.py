@@ -1,6 +1,7 @@
 """Work above ten seconds says every so often what it does, also where standard error is no terminal."""
 
 import io
+import re
 import subprocess
 import sys
 import time
@@ -89,6 +90,21 @@ def test_a_bar_of_short_work_is_never_drawn(monkeypatch):
     with progress.ProgressBar("text", "bar", text="long", after_s=0.01):
         time.sleep(0.3)
     assert "long" in drawn.getvalue()
+
+
+def test_a_long_stage_leaves_the_time_left_whole_in_80_columns(monkeypatch):
+    drawn = io.StringIO()
+    screen = Console(file=drawn, force_terminal=True, width=80)
+    monkeypatch.setattr(console, "err", lambda: screen)
+    with progress.staged() as show:
+        show("2 measurements to make, about 5 min left: where in a text a model finds facts after eviction", 0.25)
+        time.sleep(0.1)
+        show("2 measurements to make, about 5 min left: where in a text a model finds facts after eviction", 0.5)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
+    last = [line for line in re.split("[\r\n]", plain) if line.strip()][-1]
+    assert last.startswith("2 measurements to make, about 5 min left")
+    assert re.search(r" 50% [0-9-]:[0-9-]{2}:[0-9-]{2}", last)
+    assert len(last.rstrip()) <= 80
 
 
 def test_text_and_progress_are_not_mixed_in_one_file(tmp_path, monkeypatch):

@@ -14,12 +14,16 @@ LIGHT = [
     ["--version"],
     ["policies"],
     ["policies", "--json"],
+    ["policies", "show", "h2o"],
+    ["policies", "show", "snapkv:default"],
     ["generate"],
     ["generate", NO_MODEL, "-p", "Hi"],
     ["generate", "no-such-model.gguf", "-p", "Hi"],
     ["generate", "--memory", "no-such.kvkeep", "-p", "Hi"],
     ["generate", "-p", "Hi", "-f", "no-such.txt"],
     ["generate", "-p", "Hi", "-b", "0"],
+    ["generate", "-i", "no-such.jsonl", "-o", "out.jsonl"],
+    ["serve", "--port", "99999"],
     ["chat", "-b", "0"],
     ["generate", "text.txt", "-p", "Hi"],
     ["generate", "empty", "-p", "Hi"],
@@ -43,12 +47,17 @@ LIGHT = [
 """Commands that import neither torch nor transformers."""
 
 WITH_TORCH = [
-    ["policies", "show", "h2o"],
     ["policies", "show", "h20"],
     ["env"],
     ["memory", "memory.kvkeep"],
     ["chat", "--list", "--sessions", "."],
     ["generate", "-p", "Hi", "--policy", "h20"],
+    ["generate", "-p", "Hi", "--memory", "memory.kvkeep"],
+    ["generate", "-p", "Hi", "--config", "kvkeep.toml"],
+    ["chat", "--memory", "memory.kvkeep"],
+    ["eval", "--policies", "h20,local", "--output", "results"],
+    ["tune", "--text", "text.txt", "--policies", "h20"],
+    ["explain", "-f", "text.txt", "-p", "Hi", "--policies", "h20", "--terminal"],
     ["generate", "-p", "Hi", "--dtype", "f32"],
     ["chat", "--policy", "h20"],
     ["plan", "--policy", "h20"],
@@ -76,6 +85,7 @@ def test_commands_import_no_more_than_they_need(commands, packages, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("a text")
     (tmp_path / "memory.kvkeep").write_text("no memory")
+    (tmp_path / "kvkeep.toml").write_text("budgett = 3")
     script = SCRIPT.format(commands=commands, packages=packages)
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 

@@ -232,6 +232,7 @@ def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begi
     assert all(one.turn._taken for one in engines)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["break", "close", "raise", "collect"])
 def test_a_listener_that_leaves_frees_its_row_and_nobody_elses(how):
@@ -476,6 +477,7 @@ def test_the_loop_is_never_blocked():
     assert all(seen)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["break", "raise", "cancel", "timeout", "aclose", "early", "block"])
 def test_a_coroutine_that_leaves_cancels_its_request_and_nobody_elses(how):

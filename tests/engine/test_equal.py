@@ -194,7 +194,7 @@ arrivals = st.builds(
 )
 
 
-@pytest.mark.parametrize("examples", sweep([12, 150], lambda examples: examples == 12))
+@pytest.mark.parametrize("examples", sweep([6, 150], lambda examples: examples == 6))
 def test_random_schedules(examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(

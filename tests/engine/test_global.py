@@ -326,6 +326,7 @@ def test_pins_are_held_in_every_head(chunk, pins):
             assert all({at for span in pins for at in range(*span)} <= set(head) for head in layer[0])
 
 
+@pytest.mark.slow
 def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     monkeypatch.setattr(swapping, "SHARE", 1e9)
     monkeypatch.setattr(swapping, "LEAST", 1)

@@ -1,12 +1,19 @@
 """Chats whose memory has evicted tokens go on from their last prompt as it was, and choose among all tokens anew."""
 
+import copy
+import weakref
+
 import pytest
 import torch
 
 import kvkeep
+from kvkeep.cache import prompt_kv
 from kvkeep.cache.prompt_kv import rows_to_read
+from kvkeep.engine import Engine
+from kvkeep.snapshot import Snapshot
 
-from .test_conversations import FIRST, anew, ask, engine_of, turns, wish
+from .models import model
+from .test_conversations import FIRST, PLENTY, anew, ask, engine_of, turns, wish
 from .test_equal import OPTIONS, prompt_of
 
 BUDGET = 28
@@ -31,7 +38,9 @@ def long_turns(engine, count=4, start=FIRST, **options):
 
 def alone(prompt, name="llama", **options):
     engine = {"budget": BUDGET, "conversation_memory": 0}
-    engine |= {key: options.pop(key) for key in ("policy", "positions", "kv_bits", "head_budget") if key in options}
+    engine |= {
+        key: options.pop(key) for key in ("policy", "budget", "positions", "kv_bits", "head_budget") if key in options
+    }
     with engine_of(name, **engine) as fresh:
         return ask(fresh, prompt, return_memory=True, **options)
 
@@ -228,3 +237,98 @@ def test_the_prompt_is_what_the_model_read():
             held = layer.tensors[f"store.{name}"]
             expected = held.gather(1, order[..., None].expand(-1, -1, held.shape[-1]))
             assert (x[0] - expected).abs().max() < 1e-5
+
+
+def test_other_weights_read_anew():
+    trained = copy.deepcopy(model("llama"))
+    with Engine(trained, policy="tova", budget=BUDGET, rows=2, conversation_memory=PLENTY) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        with torch.no_grad():
+            for weights in trained.parameters():
+                weights.mul_(1.1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        found = ask(engine, longer)
+    with Engine(trained, policy="tova", budget=BUDGET, rows=2) as fresh:
+        assert (found.cached_tokens, found.token_ids) == (0, ask(fresh, longer).token_ids)
+
+
+@pytest.mark.parametrize("delete", [True, False])
+def test_a_closed_conversation_gives_the_memory_of_its_prompt_back_at_once(delete):
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        long_turns(engine, 1, keep_as="talk")
+        (entry,) = engine._conversations._entries.values()
+        keys = weakref.ref(entry.prompt.kv.layers[0].slots.keys)
+        engine.session(name="talk").close(delete=delete)
+        assert (keys(), engine._conversations.nbytes) == (None, 0)
+
+
+def test_a_prompt_that_cannot_be_copied_costs_no_answer(monkeypatch, caplog):
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        with monkeypatch.context() as scarce:
+            scarce.setattr(prompt_kv, "_copied", lambda *args: bytearray(2**62))
+            found = ask(engine, longer)
+        assert (found.cached_tokens, found.token_ids) == (40, alone(longer, policy="tova").token_ids)
+        assert "A prompt was not kept" in caplog.text
+        assert len(caplog.records) == 1
+        assert ask(engine, [*longer, *prompt_of(5, NEW)]).cached_tokens == 40  # the one before is still there
+
+
+def test_prompts_of_running_requests_are_bounded_as_well():
+    prompts = [[*prompt_of(70 + n, 20), *prompt_of(99, 20)] for n in range(4)]
+    with engine_of(policy="tova", budget=BUDGET, rows=4) as engine:
+        one = len(prompts[0]) * engine._kv.token_bytes
+    with engine_of(policy="tova", budget=BUDGET, rows=4, conversation_memory=2 * one + one // 2) as engine:
+        for prompt in prompts:
+            engine.add(wish(prompt, 50))
+        engine.step()
+        assert engine.n_running == 4
+        running = [sequence.reading for sequence in engine._sequences.values()]
+        assert sum(reading is not None for reading in running) == 2
+
+
+def test_a_request_of_which_nothing_is_kept_copies_no_prompt():
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        number = engine.add(wish([*prompt, *result.token_ids, 5, 6], 50, keep_as=None))
+        engine.step()
+        reading = engine._sequences[number].reading
+        assert (reading.before, reading.nbytes, reading.taken(46, 3)) == (None, 0, None)
+        assert engine.cancel(number).cached_tokens == 40
+
+
+def test_a_window_of_rows_is_read_however_short_the_question_is():
+    with engine_of(policy="snapkv:window=8,recent=2", budget=32) as engine:
+        ((prompt, result),) = turns(engine, 1)
+        longer = [*prompt, *result.token_ids, 5, 6]  # fits
+        result = ask(engine, longer, new=2)
+        asked = [*longer, *result.token_ids, *prompt_of(4, 6)]  # does not
+        found = ask(engine, asked)
+        assert found.cached_tokens == len(asked) - 8
+        assert found.token_ids == alone(asked, policy="snapkv:window=8,recent=2", budget=32).token_ids
+
+
+def test_a_turn_that_cannot_be_written_leaves_the_prompt_before_it(tmp_path, monkeypatch):
+    with engine_of(policy="tova", budget=BUDGET, session_dir=tmp_path) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        with monkeypatch.context() as full:
+            full.setattr(Snapshot, "save", lambda *args: 1 / 0)
+            assert ask(engine, longer).cached_tokens == 40
+        found = ask(engine, longer)
+        assert (found.cached_tokens, found.token_ids) == (40, alone(longer, policy="tova").token_ids)
+        assert ask(engine, [*longer, *prompt_of(5, 3)]).cached_tokens == len(longer)
+
+
+@pytest.mark.parametrize("place", ["_known", "_memory", "_touch", "_reading"])
+def test_a_search_that_fails_reads_anew(monkeypatch, caplog, place):
+    with engine_of(policy="tova", budget=BUDGET) as engine:
+        ((prompt, result),) = long_turns(engine, 1)
+        longer = [*prompt, *result.token_ids, *prompt_of(4, NEW)]
+        with monkeypatch.context() as scarce:
+            scarce.setattr(engine._conversations, place, lambda *args, **options: bytearray(2**62))
+            found = ask(engine, longer, keep_as=None)
+        assert (found.cached_tokens, found.token_ids) == (0, alone(longer, policy="tova").token_ids)
+        assert "A conversation was not continued: " in caplog.text
+        assert ask(engine, longer).cached_tokens == 40

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.dispatcher import ThreadBox
+from kvkeep.engine.dispatcher import ThreadBox, Uninterrupted
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
@@ -69,6 +69,7 @@ def test_a_policy_without_a_name_that_runs_out_of_slots_is_refused_by_its_class(
     assert len(engine.generate([Request(prompt=(1, 2), sampling=new(4))])[0].token_ids) == 4
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.slow
 def test_rows_that_are_given_up_are_free():
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
@@ -468,6 +469,35 @@ def test_a_second_ctrl_c_comes_through_at_once(ctrl_c):
     assert len(calls) == 1
     assert [result.finish_reason for result in drain(engine).values()] == ["error"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (result,) = engine.generate([Request(prompt=prompt_of(1, 9), sampling=new(4))])
+    assert result.token_ids == alone("llama", prompt_of(1, 9), 4, "h2o", 8, 512)
+
+
+def test_a_step_can_be_given_up_where_it_says_so(ctrl_c):
+    """A step that reads a long prompt takes a minute; its caller may have it end between two layers."""
+    engine, layers, seen = Engine(model("llama"), policy="h2o", budget=8, rows=2), model("llama").model.layers, []
+    session = engine.session()
+    session.read(prompt_of(2, 9))
+    before = session.snapshot()
+
+    def press(layer, *args):
+        seen.append(layer)
+        Uninterrupted.interrupt_here()  # nothing is held back
+        signal.raise_signal(signal.SIGINT)
+
+    hooks = [
+        layers[0].register_forward_pre_hook(press),
+        layers[0].register_forward_hook(lambda *args: Uninterrupted.interrupt_here()),
+        layers[1].register_forward_pre_hook(lambda layer, *args: seen.append(layer)),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        list(session.send(Request(prompt=prompt_of(1, 9), sampling=new(4))))
+    for hook in hooks:
+        hook.remove()
+    assert seen == [layers[0]]
+    assert session.snapshot().tokens.tolist() == before.tokens.tolist()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    Uninterrupted.interrupt_here()  # it was taken up
     (result,) = engine.generate([Request(prompt=prompt_of(1, 9), sampling=new(4))])
     assert result.token_ids == alone("llama", prompt_of(1, 9), 4, "h2o", 8, 512)
 

@@ -107,6 +107,7 @@ WRONG = [
     ({"prompt": {"input_ids": [1, 2]}}, "The prompt is a dict; .* prompt.input_ids"),
     ({"prompt": ["a", "b"]}, "'a' is not a whole number"),
     ({"prompt": [1.0]}, "1.0 is not a whole number"),
+    ({"prompt": CHAT}, r"is a list of messages.* give a conversation as Request\(messages"),
     ({"prompt": b"a"}, "of the type bytes"),
     ({"prompt": 3}, "of the type int"),
     ({"prompt": torch.tensor(3)}, "of the type Tensor"),

@@ -192,6 +192,7 @@ def test_a_session_that_is_written_is_closed_in_one_turn_of_the_engine(tmp_path,
         assert engine.session_names == ["a"]
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_an_engine_that_is_forgotten_gives_its_folder_back(tmp_path):
     engine = engine_of(session_dir=tmp_path)
     engine.session().ask(TURNS[0], short())

@@ -12,8 +12,9 @@ import pytest
 
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
+from kvkeep.evals.arms import split_arms, split_policies
 from kvkeep.evals.forward import PLAIN, Setup
-from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_arms, split_policies
+from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes
 from kvkeep.evals.records import Records, key_of
 from kvkeep.evals.run import TaskPart, lay_out, run
 from kvkeep.evals.task import Options

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
 from kvkeep.evals import tasks
-from kvkeep.evals.grid import split_arms
+from kvkeep.evals.arms import split_arms
 from kvkeep.evals.recipes import find, names, read_line
 from kvkeep.evals.tasks import choice, longbench, ruler
 from kvkeep.policies.registry import spec

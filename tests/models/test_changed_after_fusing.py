@@ -24,7 +24,9 @@ from transformers.models.llama.modeling_llama import (
 import kvkeep
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import handed
+from kvkeep.models.fused_modules import FusedNorm
 from kvkeep.models.load import watched
+from kvkeep.models.prepare import fuse_modules
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -101,6 +103,28 @@ CHANGES = (
     groups_of_weights,
     groups_of_modules,
 )
+
+
+def test_a_layer_norm_that_is_changed():
+    x = torch.randn(3, 8)
+    norm = nn.LayerNorm(8).eval()
+    fuse_modules(norm)
+    assert isinstance(norm, FusedNorm)
+    changes = (
+        {"eps": 0.5},
+        {"eps": 1},
+        {"bias": None},
+        {"bias": nn.Parameter(torch.arange(8.0))},
+        {"weight": None},
+        {"weight": nn.Parameter(torch.arange(8.0))},
+        {"weight": nn.Parameter(torch.ones(3, 8)), "bias": None, "normalized_shape": (3, 8)},
+    )
+    for change in changes:
+        for name, value in change.items():
+            setattr(norm, name, value)
+        with torch.no_grad():
+            expected = nn.functional.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+            torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-5, msg=str(change))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -220,6 +244,7 @@ def test_progress_does_not_count_a_trial():
     assert model.model.is_checked
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_a_cache_keeps_no_model_alive():
     model, cache = pair()[1], None
     cache = kvkeep.BoundedCache(model.config, "h2o", 8)

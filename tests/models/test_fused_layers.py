@@ -33,7 +33,7 @@ from kvkeep.models.fused_layers import FusedLayer
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
-WHOLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"]
+WHOLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "starcoder2", "nemotron", "opt"]
 OTHERS = {
     "scaled residuals": (GraniteForCausalLM, GraniteConfig, {"residual_multiplier": 0.5}),
     "pairs of neighbours are rotated": (GlmForCausalLM, GlmConfig, {"head_dim": 16, "partial_rotary_factor": 1.0}),
@@ -93,7 +93,7 @@ def both(name="llama", dtype=torch.float32, **options):
     """A plain model and a fused copy, both attached."""
     plain = made(name, **options).to(dtype)
     model, _ = fused_copy(plain)
-    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    assert sum(isinstance(layer, FusedLayer) for layer in model.modules()) == model.config.num_hidden_layers
     kvkeep.attach(plain), kvkeep.attach(model)
     steps(model)  # its first step in one call is compared with its class
     COUNTS.update(dict.fromkeys(COUNTS, 0))
@@ -128,9 +128,10 @@ def test_in_half_precision(dtype, counted):
     assert counted["behind"] == 2
 
 
+@pytest.mark.parametrize("name", ["llama", "opt"])
 @pytest.mark.parametrize("policy", ["full", "snapkv", "tova", "ahakv", "scissorhands", "adakv", "leverage", "blend"])
-def test_under_every_kind_of_policy(policy, counted):
-    plain, model = both()
+def test_under_every_kind_of_policy(policy, name, counted):
+    plain, model = both(name)
     budget = 70 if policy == "full" else 40
     asked = [
         kvkeep.Request(prompt=tuple(range(3, n)), sampling=kvkeep.SamplingParams(max_new_tokens=10), ignore_end=True)
@@ -164,8 +165,9 @@ def test_rows_that_are_padded(counted):
     assert counted["before"] == 8
 
 
-def test_a_row_gets_what_it_gets_alone():
-    _, model = both("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "opt"])
+def test_a_row_gets_what_it_gets_alone(name):
+    _, model = both(name)
     together = steps(model, rows=5)
     cache = kvkeep.BoundedCache(model.config, "h2o", 8)
     ids = torch.arange(12)[None] + 3
@@ -186,12 +188,17 @@ def test_layers_with_another_rule_stay(what):
     assert generated(model, tokens=8) == generated(plain, tokens=8)
 
 
-def test_a_layer_without_rotation_stays():
+def test_a_layer_without_rotation_among_others(counted):
     torch.manual_seed(0)
     config = SmolLM3Config(**{**SIZES, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]})
     plain = SmolLM3ForCausalLM(config).eval()
+    for weight in plain.parameters():
+        nn.init.normal_(weight, 0.5 if weight.ndim == 1 else 0, 0.1)
     model, _ = fused_copy(plain)
-    assert [isinstance(layer, FusedLayer) for layer in model.model.layers] == [True, True, False, True]
+    assert [layer.rule.is_rotated for layer in model.model.layers] == [True, True, False, True]
+    kvkeep.attach(plain), kvkeep.attach(model)
+    torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
+    assert counted["whole"] >= 4 * 2
     assert generated(model, tokens=8) == generated(plain, tokens=8)
 
 
@@ -360,7 +367,7 @@ def test_projections_that_are_joined_in_another_order_stay():
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_forty_tokens_of_joined_projections(bits, counted):
     """As a checkpoint's, and packed: the numbers of the packed weights are those of the plain model."""
-    plain = made("phi3")
+    plain = made("phi3", intermediate_size=96)  # whole groups of packed numbers
     packed = copy.deepcopy(plain)
     for name, weight in list(packed.named_parameters()) if bits else ():
         if "_proj" in name:
@@ -382,6 +389,7 @@ def _assigned(model):
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.parametrize("change", [_without_memory, _assigned])
 def test_weights_that_are_replaced_are_freed(change):
     """The packed addresses keep nothing alive, not even until the next step."""

@@ -14,12 +14,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 import kvkeep
@@ -52,6 +58,9 @@ MODELS = {
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6 + 1 + 1) + 3),
     "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1 + 1) + 3),
     "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2 + 1 + 1) + 3),
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config, {}, 2 * (6 + 2 + 1 + 1) + 3),
+    "nemotron": (NemotronForCausalLM, NemotronConfig, {}, 2 * (6 + 2 + 1 + 1) + 3),
+    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 80, "word_embed_proj_dim": 64}, 2 * (6 + 2 + 1) + 3),
 }
 
 
@@ -59,7 +68,11 @@ def made(name: str = "llama", **options):
     """A small model of random numbers, which engines leave as it is."""
     kind, config, more, _ = MODELS[name]
     torch.manual_seed(0)
-    model = kind(config(**{**SIZES, **more, **options})).eval()
+    sizes = {**SIZES, "num_key_value_heads": 4} if config is OPTConfig else SIZES  # which has no groups of heads
+    model = kind(config(**{**sizes, **more, **options})).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(weight, 0, 0.1)
     for norm in model.modules():
         if "Norm" in type(norm).__name__:
             nn.init.normal_(norm.weight, 0.5, 0.2)
@@ -75,6 +88,12 @@ def fused_copy(model):
 
 def test_a_model_on_another_device_is_said_to_run_there():
     assert describe(made().to("meta")) == "as transformers has them, with the backend for meta"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_how_steps_run_is_said(name):
+    model, _ = fused_copy(made(name))
+    assert describe(model) == "all 2 layers as one call of the native kernel, from the second new token on"
 
 
 def generated(model, rows: int = 3, tokens: int = 64):

@@ -187,6 +187,7 @@ def test_only_gguf_files_can_be_unpacked():
         load(model_folders.folder(), load_in="unpacked")
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @kernel
 @pytest.mark.skipif(not MAPS.exists(), reason="the system does not say which files are mapped")
 def test_a_packed_model_lets_go_of_its_file(wide: Path, tmp_path: Path):

@@ -227,3 +227,27 @@ def test_memories_that_grew_over_the_border_are_not_read_on_where_rotations_are_
 def test_what_cannot_follow_the_length_is_refused(kind, policy, positions, why):
     with pytest.raises(kvkeep.UnsupportedModelError, match=why):
         kvkeep.BoundedCache(CONFIGS[kind], policy, 64, positions=positions)
+
+
+def test_a_memory_cut_out_of_a_longer_text_is_refused_where_its_keys_were_rotated_in_another_way():
+    rule = LengthRule(switches=(48,))
+    assert rule.refusal(30, 40, of=47) is None
+    assert "text of 60 tokens" in rule.refusal(30, 40, of=60)
+    assert rule.refusal(50, 70, of=60) is None
+    assert "beyond 48" in LengthRule(grows=(48,)).refusal(30, 40, of=60)
+
+
+@pytest.mark.parametrize("budget", [24, 192])
+@pytest.mark.parametrize("kind", ["llama longrope", "llama dynamic"])
+def test_a_shorter_chat_goes_on_from_no_keys_of_a_longer_text(kind: str, budget: int):
+    def asked(engine: kvkeep.Engine, ids: Sequence[int], name: str) -> kvkeep.Result:
+        sampling = kvkeep.SamplingParams(max_new_tokens=4)
+        request = kvkeep.Request(prompt=ids, sampling=sampling, owner="anna", keep_as=name)
+        return engine.generate(request)[0]
+
+    settings = {"policy": "tova", "budget": budget, "rows": 1}
+    engine = kvkeep.Engine(model_of(kind), conversation_memory=2**24, **settings)
+    asked(engine, BEYOND[:60], "long")
+    found = asked(engine, [*BEYOND[:30], *SHORT], "short")
+    expected = asked(kvkeep.Engine(model_of(kind), **settings), [*BEYOND[:30], *SHORT], "fresh")
+    assert (found.cached_tokens, found.token_ids) == (0, expected.token_ids)

@@ -105,6 +105,7 @@ def test_answers_briefly_and_stops(model, tokenizer):
     assert stopped >= 10
 
 
+@pytest.mark.slow
 def test_finds_facts_far_back(model, tokenizer):
     """Colours, places and numbers, as far back as 900 tokens; the card has the figures of all kinds."""
     right = 0

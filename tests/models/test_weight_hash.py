@@ -65,6 +65,7 @@ def test_the_hash_is_computed_once_and_again_after_a_change(model, monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_weights_know_their_model_and_do_not_keep_it(model):
     known = WeightsOf(model)
     assert known.of(model)
@@ -94,6 +95,7 @@ def test_modules_that_are_replaced_removed_or_renamed_are_noticed(model):
     assert fingerprint(model) == fingerprint(copy.deepcopy(model)) == seen[-1]
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_modules_that_were_replaced_are_not_kept_alive(model):
     fingerprint(model)
     old = weakref.ref(model.lm_head)

@@ -133,6 +133,7 @@ def test_scissorhands_table_1_kv_cache():
     assert all(round(bloom / unit) != 950 for unit in (GIB, GB))
 
 
+@pytest.mark.slow
 def test_scissorhands_table_1_weights():
     """arXiv:2305.17118, Table 1. OPT's 325 are GiB; LLaMA's 130 and BLOOM's 352 are GB, with digits dropped."""
     assert round(parameters_of(OPT_175B) * HALF / GIB) == 325

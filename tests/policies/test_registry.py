@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli.main import app
-from kvkeep.evals.grid import split_policies
+from kvkeep.evals.arms import split_policies
 from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names, builtin_summary, registry
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O

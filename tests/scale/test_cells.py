@@ -79,6 +79,7 @@ def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, whole, tmp_path, m
     assert rows(tmp_path) == rows(whole[0])
 
 
+@pytest.mark.slow
 def test_rows_that_were_there_are_kept_and_counted(on, tmp_path):
     assert invoke(tmp_path, "--shard", "2/3").exit_code == 0
     before = rows(tmp_path)

@@ -8,7 +8,7 @@ import threading
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from .running import NAME, Running, checkpoint, listening, model  # isort: skip  it skips tests without fastapi
+from .running import ANSWER, NAME, Running, checkpoint, listening, model  # isort: skip  it skips tests without fastapi
 
 if sys.platform != "win32":
     import fcntl
@@ -119,6 +119,7 @@ class Local:
 @contextmanager
 def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None, prefixes=False, **settings):
     """Run a router and its replicas until the block ends."""
+    settings.setdefault("max_new_tokens", ANSWER)
     with ExitStack() as stack:
         apps, engines = {}, {}
         replicas = Local(apps, rows)

@@ -26,6 +26,8 @@ from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of  # noqa: E4
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Once upon a time"}]
 WAIT_S = 60.0
+ANSWER = 64
+"""Tokens of an answer that does not say how many: by itself the model goes on for hundreds."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -87,6 +89,7 @@ class Running:
 @contextmanager
 def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, adapters=(), tool_form="auto", **settings):
     """Run a server until the block ends."""
+    settings.setdefault("max_new_tokens", ANSWER)
     options = {"budget": budget, "rows": rows, **(engine or {})}
     made = kvkeep.Engine(model(folder, adapters), checkpoint(folder).tokenizer, **options)
     served = ServedModel(made, checkpoint(folder), tool_use=tool_use_of(checkpoint(folder), tool_form))

@@ -14,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli import serve as command
+from kvkeep.cli import serve_run
 from kvkeep.cli.main import app
 from kvkeep.cli.serve import ServeOptions
 from kvkeep.errors import pip_install
+from kvkeep.models.load import find
 from kvkeep.server.errors import RefusalError
 from kvkeep.server.run import ServerAddress
 from kvkeep.server.settings import ServerSettings
@@ -178,7 +180,9 @@ def test_sigterm_drains_and_no_text_is_logged(tmp_path):
     log = err.read_text()
     assert re.search(r"127.0.0.1 everybody POST /v1/completions 200 \d", log)
     assert "secret" not in log
-    assert "a request without a temperature gets OpenAI's, 1, where kvkeep generate takes 0" in " ".join(log.split())
+    said = " ".join(log.split())
+    assert "a request without a temperature gets OpenAI's, 1, where kvkeep generate takes 0" in said
+    assert "chat template" not in said  # the embedded model has one
     assert "Traceback" not in log
     assert (tmp_path / "sessions" / "everybody--kept.kvkeep").exists()
 
@@ -230,6 +234,12 @@ def test_a_model_answers_to_the_last_part_of_its_name(name, short):
     for unknown in (f"{short}:other", "models", "", f"x{short}"):
         with pytest.raises(RefusalError):
             settings.adapter_of(unknown)
+
+
+def test_a_model_without_a_chat_template_says_so(capsys):
+    serve_run._remark(ServeOptions(), ServerSettings(name="plain"), find(model_folders.folder()))
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == "note: plain has no chat template, so it continues the messages of a chat as text"
 
 
 def test_the_command_and_the_library_have_the_same_defaults():

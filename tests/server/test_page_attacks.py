@@ -289,6 +289,7 @@ def test_the_keyboard_keeps_its_place(page):
     assert page.input_value("#text") == "one\ntwo"
 
 
+@pytest.mark.slow
 def test_thirty_turns_stay_within_every_width(page):
     for turn in range(30):
         answers(page, f"{turn}: " + "a_long_name." * 30)

@@ -214,7 +214,7 @@ def test_streams_that_clients_break_off_count_and_free_their_slot(ample):
         assert spent(ample) - before >= seen
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_answers_that_nobody_reads_count_while_they_run_and_free_their_slot(ample, stream):
     body = json.dumps({**ENDLESS, "stream": stream}).encode()
     head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nAuthorization: {ANNA['Authorization']}\r\n"

@@ -277,6 +277,7 @@ def test_contents_of_another_shape_change_nothing():
     assert torch.equal(cache.snapshot().positions(), snapshot.positions())
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_a_cache_keeps_no_model_alive():
     cache = bounded(model())
     feed(model(), cache, ids(1), 0, 20)
@@ -394,6 +395,7 @@ def test_numbers_of_other_libraries_are_saved(tmp_path):
     assert (found.fingerprint.budget, found.fingerprint.chunk, found.fingerprint.layer_budget) == (8, 6, (1.0, 2.0))
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_weights_are_awaited_until_the_memory_is_gone():
     cache = bounded(model())
     feed(model(), cache, ids(1), 0, 20)

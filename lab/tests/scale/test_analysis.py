@@ -59,6 +59,7 @@ def test_each_result_is_written_once_and_as_it_comes(on, text, tmp_path, monkeyp
     assert min(ran for name, ran in seen if name in {f"{one}.json" for one in APART}) < 4
 
 
+@pytest.mark.slow
 def test_json_has_the_results_and_the_number_of_workers(on, text, analysed, tmp_path):
     on(Real(1))
     found = json.loads(invoke(text, tmp_path, "--ray-workers", 2, "--json").stdout)
@@ -67,7 +68,8 @@ def test_json_has_the_results_and_the_number_of_workers(on, text, analysed, tmp_
     assert list(found["measurements"]) == [kind.name for kind in find(NAMES)]
 
 
-@pytest.mark.parametrize("ray", [pytest.param((), marks=pytest.mark.slow), ("--ray-workers", 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ray", [(), ("--ray-workers", 3)])
 def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, analysed, tmp_path, monkeypatch):
     write = AnalysisFolder.write
     for at, left in enumerate((1, 3)):
@@ -112,6 +114,7 @@ def test_results_that_were_there_are_kept(on, text, analysed, tmp_path):
     assert not cluster.ran
 
 
+@pytest.mark.slow
 def test_names_of_files_are_those_that_the_user_gave(on, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model_folders.folder())
@@ -143,6 +146,7 @@ def test_a_text_from_standard_input_reaches_the_workers(on, tmp_path):
     assert json.loads(found.stdout)["run"]["text_name"] == "standard input"
 
 
+@pytest.mark.slow
 def test_measurements_that_kill_their_workers_fail_and_no_others(on, text, analysed, tmp_path):
     groups = cut(find(NAMES), TOKENS, 2)
     number = next(at for at, group in enumerate(groups, start=1) if group == [Removal])
@@ -262,6 +266,7 @@ def test_results_of_a_run_that_ended_while_workers_began_are_not_made_again(on, 
     same(tmp_path, analysed, found.stdout)
 
 
+@pytest.mark.slow
 def test_a_bar_counts_the_measurements_of_all_workers(on, text, tmp_path, monkeypatch):
     screen = Console(stderr=True, force_terminal=True, width=120)
     monkeypatch.setattr("kvkeep.cli.console.err", lambda: screen)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from kvkeep.engine.request import Request, Structure
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.errors import InputError, KVKeepError
+from kvkeep.errors import InputError, KVKeepError, closest
 from kvkeep.openai import requests, responses
 from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
 from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
@@ -519,7 +519,9 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     """
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):
-        raise InputError('it must have either "prompt" or "messages"')
+        misspelt = next((name for name in fields if closest(name, ("prompt", "messages"))), None)
+        instead = "" if misspelt is None or prompt is not None else f', and has "{misspelt}"'
+        raise InputError(f'it must have either "prompt" or "messages"{instead}')
     if messages is None:
         if not isinstance(prompt, str):
             raise InputError('its "prompt" is no text')

@@ -7,6 +7,7 @@ and the policy chooses among all tokens, as it would if everything was read agai
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from kvkeep.types import Slots, State, bytes_of
 
 _MAIN = torch.device("cpu")
 _LAST = torch.iinfo(torch.int32).max
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +85,14 @@ class PromptReading:
 
     Args:
         before: the beginning; ``None``: it has none, or lies in the row.
+        nbytes: bytes of main memory that the prompt will take; 0: nothing of it is kept.
+
+    Attributes:
+        nbytes: bytes of main memory that are taken, or are about to be.
     """
 
-    def __init__(self, before: PromptKV | None = None) -> None:
-        self.before = before
+    def __init__(self, before: PromptKV | None = None, *, nbytes: int = 0) -> None:
+        self.before, self.nbytes = before, nbytes
         self._layers: dict[int, LayerKV] = {}
 
     @property
@@ -97,6 +103,14 @@ class PromptReading:
     def note(self, layer: int, found: LayerKV) -> None:
         """Keep a layer's part."""
         self._layers[layer] = found
+
+    def read(self) -> None:
+        """Give up the beginning, because the whole prompt lies in the row."""
+        self.before = None
+
+    def give_up(self) -> None:
+        """Keep nothing of the prompt."""
+        self._layers, self.nbytes = {}, 0
 
     def taken(self, tokens: int, layers: int) -> PromptKV | None:
         """Return the prompt as it was read, and keep it no longer; ``None`` if something of it is missing.
@@ -146,20 +160,33 @@ class LayerPrompts:
             slots: the tokens of a row's slots, followed by those that were just read; padding has no position.
             state: the state after the tokens were observed.
         """
-        heads = slots.keys.shape[1]
         for row, reading in enumerate(self._readings):
-            if reading is None:
+            if reading is None or not reading.nbytes:
                 continue
-            held = slots.positions[row].expand(heads, -1)
-            order = held.masked_fill(held < 0, _LAST).argsort(dim=-1, stable=True)[None]
-            there = (held >= 0).sum(dim=-1)
-            n = int(there[0])
-            order = order[..., :n]
-            if bool((there != n).any()) or bool((held.gather(-1, order[0]) != held[0].gather(0, order[0, 0])).any()):
-                continue  # some head has evicted a token before
-            of = slice(row, row + 1)
-            keys, values = (x[of].gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (slots.keys, slots.values))
-            positions = held[None, :1].gather(-1, order[:, :1])
-            kept = {name: state[name][of].expand(-1, heads, -1).gather(-1, order) for name in policy.slots}
-            found = Slots(*(x.to(_MAIN) for x in (keys, values, positions)))
-            reading.note(self._layer, LayerKV(found, {name: x.to(_MAIN) for name, x in kept.items()}))
+            try:
+                found = _copied(policy, slots, state, row)
+            except Exception as error:  # most likely there is no memory for a copy: the next turn takes longer
+                _log.warning("A prompt was not kept: %r", error)
+                reading.give_up()
+                continue
+            if found is not None:
+                reading.note(self._layer, found)
+
+
+def _copied(policy: Policy, slots: Slots, state: State, row: int) -> LayerKV | None:
+    """Return a copy of a row's tokens in their order, in main memory; ``None`` if a head has evicted a token before."""
+    of, heads = slice(row, row + 1), slots.keys.shape[1]
+    held = slots.positions[row].expand(heads, -1)
+    order = held.masked_fill(held < 0, _LAST).argsort(dim=-1, stable=True)[None]
+    there = (held >= 0).sum(dim=-1)
+    n = int(there[0])
+    order = order[..., :n]
+    if bool((there != n).any()) or bool((held.gather(-1, order[0]) != held[0].gather(0, order[0, 0])).any()):
+        return None
+    keys, values = (
+        x[of].gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (slots.keys, slots.values)
+    )
+    positions = held[None, :1].gather(-1, order[:, :1])
+    kept = {name: state[name][of].expand(-1, heads, -1).gather(-1, order) for name in policy.slots}
+    copies = Slots(*(x.to(_MAIN) for x in (keys, values, positions)))
+    return LayerKV(copies, {name: x.to(_MAIN) for name, x in kept.items()})

@@ -100,8 +100,8 @@ def _help(talk: ChatSession) -> None:
                 "1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
-                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; twice, stop the reading of "
-                "a message; clear what was typed",
+                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; stop the reading of a "
+                "message, as if it had not been sent; clear what was typed",
                 "Alt-Enter": "begin a new line of the message; a paste is one message, too",
                 '"""': "on a line of its own: begin a message of several lines, and end it",
                 "arrow keys": "earlier messages",

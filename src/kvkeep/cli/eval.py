@@ -22,6 +22,7 @@ from kvkeep.cli.options import (
     RAY_ADDRESS,
     WORKERS,
     ModelOptions,
+    check_policies,
     items,
     option,
     parse_budgets,
@@ -368,6 +369,16 @@ class EvalOptions(ModelOptions):
         """Return the typed options, with those of a recipe in place of what the user has left out."""
         return {**given, **replaced(given["recipe"], given["quick"])}
 
+    def check_values(self) -> None:
+        """Refuse a model or a policy that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        super().check_values()
+        if self.is_run:
+            check_policies(self.policies)
+
     def checked(self) -> EvalOptions:
         """Return the options with their folders, after checks that concern several options.
 
@@ -379,6 +390,11 @@ class EvalOptions(ModelOptions):
         is_nowhere = self.dry_run and self.output_folder is self.report is None
         output = Path() if is_nowhere else folder_of(self.output_folder, self.report)
         return replace(self, output=output, folders=tuple(folders))
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether policies are measured, and not results of an earlier run shown."""
+        return self.leaderboard is None and self.merge is None and self.report is None
 
     @property
     def run(self) -> str:

@@ -23,9 +23,10 @@ from kvkeep.cli.progress import EvalBar, eval_progress
 from kvkeep.errors import InputError, KVKeepError, show_bytes
 from kvkeep.evals import confidence, curves, leaderboard, tasks
 from kvkeep.evals import report as reports
+from kvkeep.evals.arms import split_arms
 from kvkeep.evals.datasets import HUB
 from kvkeep.evals.forward import BATCH_TOKENS, Setup
-from kvkeep.evals.grid import GridArguments, Planned, RequestedBudget, split_arms
+from kvkeep.evals.grid import GridArguments, Planned, RequestedBudget
 from kvkeep.evals.recipes import find as find_recipe
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders

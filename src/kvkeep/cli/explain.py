@@ -8,7 +8,17 @@ from shlex import quote
 
 from kvkeep.cli import shell_completion
 from kvkeep.cli.files import check_text, place, target
-from kvkeep.cli.options import BUDGET, JSON, OUTPUT, PREFILL_CHUNK, ModelOptions, option, parse_budget, parse_tokens
+from kvkeep.cli.options import (
+    BUDGET,
+    JSON,
+    OUTPUT,
+    PREFILL_CHUNK,
+    ModelOptions,
+    check_policies,
+    option,
+    parse_budget,
+    parse_tokens,
+)
 from kvkeep.errors import InputError
 from kvkeep.parameters import MEMORY
 
@@ -94,6 +104,8 @@ class ExplainOptions(ModelOptions):
         """
         check_text(self.text, kind="text")
         super().check_values()
+        if self.policies is not None:
+            check_policies(self.policies, alone=True)
 
     def checked(self) -> ExplainOptions:
         """Check that the page can be written, and return the options themselves.

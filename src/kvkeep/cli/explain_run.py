@@ -19,7 +19,7 @@ from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import ProgressBar
 from kvkeep.errors import InputError
-from kvkeep.evals.grid import split_policies
+from kvkeep.evals.arms import split_policies
 from kvkeep.explain import explanation
 from kvkeep.explain.explain import check, explain
 from kvkeep.explain.explanation import Explanation, PolicyRun

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.result_files import in_full
+from kvkeep.result_files import in_full, is_address
 
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
@@ -78,6 +78,22 @@ def check_exists(file: str) -> None:
         os.stat(in_full(file))
     except OSError as error:
         raise SnapshotError(f"{in_full(file)!s:.200} cannot be read: {error.strerror}.") from error
+    except ValueError:  # a zero byte in the path, which the reader explains
+        return
+
+
+def check_input(file: str) -> None:
+    """Refuse a file or folder of prompts that cannot be looked up, as its reader would; an address passes.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    if file == STANDARD_INPUT or is_address(file):
+        return
+    try:
+        os.stat(in_full(file))
+    except OSError as error:
+        raise InputError(f"The input {in_full(file)!s:.200} cannot be read: {error.strerror}.") from error
     except ValueError:  # a zero byte in the path, which the reader explains
         return
 

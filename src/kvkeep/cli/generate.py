@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 
 from kvkeep import parameters
 from kvkeep.cli import distributed, options, shell_completion
-from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, check_exists, not_empty, place, read_text
+from kvkeep.cli.files import (
+    STANDARD_INPUT,
+    STANDARD_OUTPUT,
+    check_exists,
+    check_input,
+    not_empty,
+    place,
+    read_text,
+    refuse_device,
+)
 from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
@@ -35,6 +44,7 @@ from kvkeep.cli.usage_errors import exists, quoted, quotes_missing, shown
 from kvkeep.errors import InputError
 from kvkeep.parameters import MEMORY, SAMPLING
 from kvkeep.policies import DEFAULT
+from kvkeep.result_files import is_address
 
 _PROMPT, JOB = "Prompt", "Batch job"
 """Groups of options on the page of help."""
@@ -143,8 +153,6 @@ def _output_place(output: str) -> str:
     Raises:
         InputError: the name is empty.
     """
-    from kvkeep.scale.remote_files import is_address  # imports torch
-
     return output if output == STANDARD_OUTPUT or is_address(output) else str(place(output, "--output"))
 
 
@@ -230,6 +238,10 @@ class GenerationOptions(CacheOptions):
             check_exists(self.memory)
         super().check_values()
         check_policy(self.policy)
+        if self.memory is not None:
+            from kvkeep.snapshot.snapshot import SnapshotAbout  # imports torch
+
+            SnapshotAbout.read(self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,6 +377,21 @@ class GenerateOptions(GenerationOptions):
     def run(self) -> str:
         """Return the function that does the work, as ``module:function``."""
         return "kvkeep.cli.generate_run:serve" if self.input is None else "kvkeep.cli.generate_batch:serve"
+
+    def check_values(self) -> None:
+        """Refuse a file of settings or of prompts that cannot be read, and what every generation refuses.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        if self.input is not None:
+            check_input(self.input)
+        super().check_values()
+        if self.config:
+            from kvkeep.config import Config  # imports torch
+
+            refuse_device(self.config, "configuration")
+            Config.read(self.config)
 
     def checked(self) -> GenerateOptions:
         """Return the options with the text of the prompt and the policy, after checks that concern several options.

@@ -107,7 +107,8 @@ def run(
     """
     before = len(output.done)
     if before:
-        console.note(f"{before} of {console.count(total, 'line')} were done before")
+        nothing = "; nothing is left to do" if before == total else ""
+        console.note(f"{before} of {console.count(total, 'line')} were done before{nothing}")
     start = time.perf_counter()
     with interruptible() as stopped, batch_progress(workers.engine, work, total, before) as bar:
         new, failed = workers.run(output, bar, stopped)
@@ -133,7 +134,9 @@ def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json:
         stream.write(json.dumps(found) + "\n")
     elif new:
         speed = f"{console.show_rate(new / seconds)} tokens/s"
-        console.note(f"{console.count(int(new), 'token')} in {console.show_seconds(seconds)}: {speed}")
+        lines = f"{found['done']} of {console.count(int(found['lines']), 'line')}"
+        written = f"{lines} in {output.name}; {console.count(int(new), 'new token')}"
+        console.note(f"{written} in {console.show_seconds(seconds)}, {speed}")
 
 
 def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:

@@ -105,8 +105,10 @@ def turns_of(note: Mapping[str, Any]) -> int | None:
 
 
 def _rule(layer_budget: str | tuple[float, ...]) -> str:
-    """Return in words how a budget is spread over the layers."""
-    return f"{layer_budget} over layers" if isinstance(layer_budget, str) else "spread over layers by weights"
+    """Return in words how a budget is spread over the layers; rules with numbers as ``--layer-budget`` takes them."""
+    if not isinstance(layer_budget, str):
+        return "spread over layers by weights"
+    return f"{layer_budget} over layers" if layer_budget.isalpha() else f"--layer-budget {layer_budget}"
 
 
 def _of_heads(head_budget: str | None) -> str:

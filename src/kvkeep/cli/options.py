@@ -635,6 +635,21 @@ def check_policy(text: str) -> None:
     parse(text)
 
 
+def check_policies(text: str, *, alone: bool = False) -> None:
+    """Refuse a list of policies that is empty, or with one that does not exist.
+
+    Args:
+        text: the list.
+        alone: whether policies may not name bits or a rule for heads.
+
+    Raises:
+        KVKeepError: the list cannot be used.
+    """
+    from kvkeep.evals.arms import split_arms, split_policies  # imports torch
+
+    (split_policies if alone else split_arms)(text)
+
+
 def check_one_adapter(adapters: Mapping[str, str], what: str) -> None:
     """Refuse several adapters where all that runs has the same one.
 

@@ -140,15 +140,27 @@ def show_policy(
     json: Json = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    entry = _describe_source(name) if name in builtin_names() else _describe_asked(name)
+    entry = _describe_builtin(name) or _describe_asked(name)
     if json:
         console.write_json(entry)
     else:
         _print(entry)
 
 
+def _describe_builtin(text: str) -> dict[str, Any] | None:
+    """Return all about a policy of this package, perhaps with a preset, without an import of torch; else ``None``."""
+    name, colon, preset = text.partition(":")
+    if name not in builtin_names():
+        return None
+    entry = _describe_source(name)
+    if not colon:
+        return entry
+    options = entry["presets"].get(preset)
+    return None if options is None else {**entry, "asked": {"name": text, "options": options}}
+
+
 def _describe_asked(text: str) -> dict[str, Any]:
-    """Return all about the policy of a name with options, or of another package's, as plain data. This imports torch.
+    """Return all about a policy with options, or of another package, as plain data. This imports torch.
 
     Raises:
         PolicyError: there is no such policy, or an option is wrong.

@@ -24,6 +24,7 @@ from rich.table import Column
 
 from kvkeep.batch.survey import Pace, TokenCounts
 from kvkeep.cli import console
+from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
 from kvkeep.evals.grid import Cell, Planned
@@ -165,6 +166,8 @@ class ProgressBar:
 def reading(model: Model, tokens: int) -> Iterator[None]:
     """Show how much of a prompt a model has read, while the context lasts; nothing if that takes a moment.
 
+    Ctrl-C interrupts between two layers: the step that reads a long prompt can take a minute, and ends without a use.
+
     Args:
         model: reads the prompt.
         tokens: the prompt's length, or about that; 0 if it is not known.
@@ -172,7 +175,12 @@ def reading(model: Model, tokens: int) -> Iterator[None]:
     parts = ("spinner", "text", "wide bar", "percent", "note", "bare left") if tokens else ("spinner", "text")
     note, total = (console.count(tokens, "token"), tokens) if tokens else ("", None)
     bar = ProgressBar(*parts, text="reading", note=note, total=total, after_s=READING_AFTER_S)
-    with bar, watched(model, bar.advance):
+
+    def advance(tokens_read: float) -> None:
+        bar.advance(tokens_read)
+        Uninterrupted.interrupt_here()
+
+    with bar, watched(model, advance):
         yield
 
 
@@ -207,10 +215,13 @@ def counted(total: int) -> Iterator[Callable[[str, int], None]]:
 def staged() -> Iterator[Callable[[str, float], None]]:
     """Show the name of a stage, how much of it is done, and the time left, while the context lasts.
 
+    A name that is too long for the line is cut at its end: what matters most stands first.
+
     Yields:
         A function of a stage's name and the share of that stage that is done. A new name begins a new stage.
     """
-    with ProgressBar("text", "bar", "percent", "elapsed", "left") as bar:
+    room = max(12, console.err().width - _SHORT - len("  100%  0:00:00 "))
+    with ProgressBar("text", "short bar", "percent", "bare left", room=room) as bar:
         shown = ""
 
         def show(stage: str, share: float) -> None:

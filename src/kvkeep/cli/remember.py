@@ -19,6 +19,7 @@ from kvkeep.cli.options import (
     check_one_adapter,
     check_policy,
     option,
+    parse_budget,
     parse_share,
     parse_system,
 )
@@ -66,9 +67,10 @@ class RememberOptions(CacheOptions):
         default=None,
         more=NO_DEFAULT,
     )
-    budget: int | None = option(
+    budget: float | int | None = option(
         BUDGET,
-        help=f"{BUDGET.help} Default: 1024; under full the text and 2048 more.",
+        help=f"{BUDGET.help} Or a share of the text: 20%. Default: 1024; under full the text and 2048 more.",
+        read=parse_budget,
     )
     fidelity: float | None = option(
         "In place of --budget: the smallest that keeps this share of the text, e.g. 0.9, found in several readings.",

@@ -88,7 +88,8 @@ def serve(request: RememberOptions) -> None:
 def _serve(request: RememberOptions) -> None:
     """Check the options, read the text and write its memory."""
     policy = None if request.policy is None else parse(request.policy)
-    budgets.check(1 if request.budget is None else request.budget)
+    if isinstance(request.budget, int):
+        budgets.check(request.budget)
     check_weights(request)
     check_folders(request.adapter)
     content = read_text(request.text, kind="text", purpose="Give the model some text to remember.")
@@ -245,6 +246,8 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
     if request.fidelity is not None and not policy.evicts:
         raise InputError(f"{policy} keeps all of a text, and --fidelity is for policies that evict. Leave one out.")
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)
+    if isinstance(budget, float):
+        budget = budgets.from_ratio(budget, len(ids))
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     if request.fidelity is None:  # otherwise the search asks for the budgets that there are

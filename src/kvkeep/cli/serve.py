@@ -327,14 +327,31 @@ class ServeOptions(ModelOptions):
         return given
 
     def check_values(self) -> None:
-        """Refuse a model or a policy that does not exist, and names of dtypes and devices.
+        """Refuse numbers out of range, a model or a policy that does not exist, and names of dtypes and devices.
 
         Raises:
             KVKeepError: one of them cannot be used.
         """
+        self._check_numbers()
         super().check_values()
         if self.policy:
             check_policy(self.policy)
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers that are out of range.
+
+        Raises:
+            InputError: a number is out of range.
+        """
+        for parameter in (*parameters.SERVER_TIMES, parameters.CONVERSATION_TTL):
+            if not parameter.allows(seconds := getattr(self, parameter.name)):
+                raise InputError(f"{parameter.name}={seconds:g} is no time; give seconds above 0.")
+        for parameter in parameters.SERVER_COUNTS:
+            number = getattr(self, parameter.name)
+            if number is not None and not parameter.allows(number):
+                raise InputError(f"{parameter.name}={number} is less than {parameter.least}.")
+        if not (port := parameters.PORT).allows(self.port):
+            raise InputError(f"port={self.port} is outside {port.least} … {port.most}; 0 takes any free one.")
 
     def checked(self) -> ServeOptions:
         """Return the options with the numbers of replicas."""

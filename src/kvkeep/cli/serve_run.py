@@ -39,7 +39,6 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
-from kvkeep.parameters import CONVERSATION_TTL, PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
 from kvkeep.policies import CONVERSATION, DEFAULT
 from kvkeep.policies._keep_prompt import keeping
@@ -310,7 +309,7 @@ def run(request: ServeOptions) -> None:
     Raises:
         KVKeepError: a setting, the model or the address cannot be used.
     """
-    _check_numbers(request)
+    SamplingParams(max_new_tokens=request.max_new_tokens)  # refuses a number that no answer can have
     place, keys = _place(request), read_keys(request.key_file)
     if request.replicas is not None:
         check_ray(request.ray_address)
@@ -322,7 +321,7 @@ def run(request: ServeOptions) -> None:
         if request.check:
             typer.echo("The settings can be used.")
             return
-        _remark(request, settings)
+        _remark(request, settings, checkpoint)
         socket = listen(place)
         with socket:
             if request.replicas is None:
@@ -366,25 +365,6 @@ def _answer(place: ServerAddress, socket: Any, request: ServeOptions) -> Answeri
         return server.interrupted
 
     return answer
-
-
-def _check_numbers(request: ServeOptions) -> None:
-    """Refuse numbers that are out of range.
-
-    Raises:
-        InputError: a number is out of range.
-    """
-    for parameter in (*SERVER_TIMES, CONVERSATION_TTL):
-        if not parameter.allows(seconds := getattr(request, parameter.name)):
-            raise InputError(f"{parameter.name}={seconds:g} is no time; give seconds above 0.")
-    for parameter in SERVER_COUNTS:
-        number = getattr(request, parameter.name)
-        if number is not None and not parameter.allows(number):
-            raise InputError(f"{parameter.name}={number} is less than {parameter.least}.")
-    if not PORT.allows(request.port):
-        raise InputError(f"port={request.port} is outside {PORT.least} … {PORT.most}; 0 takes any free one.")
-    # refuses a number that no answer can have
-    SamplingParams(max_new_tokens=request.max_new_tokens)
 
 
 def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> ServerSettings:
@@ -467,10 +447,12 @@ def _default_policy(checkpoint: Checkpoint, device: str) -> Policy:
     return default_policy(checkpoint.config, CONVERSATION) if on_cpu else parse_policy(DEFAULT)
 
 
-def _remark(request: ServeOptions, settings: ServerSettings) -> None:
-    """Print a note if anybody in the network could use the model."""
+def _remark(request: ServeOptions, settings: ServerSettings, checkpoint: Checkpoint) -> None:
+    """Print a note if anybody in the network could use the model, and if it knows no turns of a chat."""
     if request.unix_socket is None and not _is_loopback(request.host) and not settings.keys.owners:
         console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
+    if checkpoint.tokenizer.chat_template is None:
+        console.note(f"{settings.name} has no chat template, so it continues the messages of a chat as text")
 
 
 def _log(access: bool) -> None:

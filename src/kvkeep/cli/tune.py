@@ -17,6 +17,7 @@ from kvkeep.cli.options import (
     POSITIONS,
     PREFILL_CHUNK,
     ModelOptions,
+    check_policies,
     items,
     option,
     parse_budgets,
@@ -153,3 +154,5 @@ class TuneOptions(ModelOptions):
         """
         check_text(self.text, kind="text file")
         super().check_values()
+        if self.policies is not None:
+            check_policies(self.policies)

@@ -108,9 +108,10 @@ def _progress() -> Iterator[OnBlock]:
 
     After Ctrl-C print a note on how to resume.
     """
-    room = max(20, console.err().width - 60) if console.err().is_terminal else None
+    others = len("⠋ , 1000 of about 1000 documents read  100%  0:00:00 ")
+    room = max(20, console.err().width - others) if console.err().is_terminal else None
     before: int | None = None
-    with resumable(), ProgressBar("spinner", "text", "short bar", "left", text="starting", total=None) as bar:
+    with resumable(), ProgressBar("spinner", "text", "percent", "bare left", text="starting", total=None) as bar:
 
         def on_block(progress: Progress) -> None:
             nonlocal before

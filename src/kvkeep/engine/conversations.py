@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +27,12 @@ from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import State
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.models.device import reason_of
 from kvkeep.parameters import CONVERSATION_TTL, CONVERSATIONS
 from kvkeep.pins import end, spans, within
 from kvkeep.policies._keep_prompt import keeps_whole
 from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
 from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout
 
 Mode = Literal["auto", "continue", "fresh"]
@@ -62,6 +65,7 @@ def usable_tokens(
     drops: Drops = (),
     *,
     for_later: bool = False,
+    to_read: int = 1,
 ) -> int:
     """Return from how many tokens of a memory a prompt goes on; 0: the prompt is read anew.
 
@@ -75,15 +79,17 @@ def usable_tokens(
         mode: ``auto``, ``continue`` or ``fresh``.
         drops: what leaves the memory while the prompt is read. A memory serves if it has dropped just that by then.
         for_later: whether the memory's policy keeps tokens for questions that it does not know.
+        to_read: last tokens of the prompt that are read although a memory that has evicted nothing has them: the last
+            one tells the next token, and the policy may choose by the attention of more.
     """
     done = len(past.drops)
     if mode == "fresh" or past.drops != drops[:done]:
         return 0
     shared = common_beginning(past.ids, prompt)
-    found = min(shared, len(prompt) - 1)  # the last token is read in any case: it tells the next one
-    found = min([found, *(drop.after for drop in drops[done:])])
+    found = min([shared, len(prompt) - 1, *(drop.after for drop in drops[done:])])
     if past.shortest is None:
         return found if (mode == "continue" or for_later) and found == len(past.ids) else 0
+    found = min(found, len(prompt) - to_read)
     return found if found >= past.shortest else 0
 
 
@@ -128,10 +134,17 @@ class Reader(NamedTuple):
 
 
 class KeptPrompt(NamedTuple):
-    """A prompt's token ids, and its keys and values as they were before anything was evicted."""
+    """A prompt's token ids, and its keys and values as they were before anything was evicted.
+
+    Attributes:
+        ids: the token ids.
+        kv: the keys and values.
+        fingerprint: the model, its weights and the settings with which the prompt was read.
+    """
 
     ids: array[int]
     kv: PromptKV
+    fingerprint: Fingerprint
 
     def usable(self, prompt: GenericSequence[int], to_read: int) -> int:
         """Return how many tokens of another prompt need not be read again, if so many of its last ones are read."""
@@ -201,7 +214,8 @@ class Conversations:
         sessions: of the engine; each memory is one of them.
         host: returns what a session needs of the engine. Holding that itself would keep the engine alive.
         most_bytes: the most that all of them may take, in main memory and in files; 0 keeps none.
-        most_prompt_bytes: the most of it that prompts as they were before evictions may take; 0 keeps none.
+        most_prompt_bytes: the most of it that prompts as they were before evictions may take; those of requests that
+            run may take as much again. 0 keeps none.
         rows: returns the engine's rows.
         mode: how a prompt that continues a memory is read, see `usable_tokens`.
         ttl_s: seconds after which a memory that nobody used is forgotten.
@@ -231,6 +245,7 @@ class Conversations:
         self._rows, self._most_prompt_bytes = rows, min(most_prompt_bytes, self._most_bytes)
         self._reasons: OrderedDict[int, str] = OrderedDict()
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
+        self._readings: weakref.WeakSet[PromptReading] = weakref.WeakSet()
         if self.active:
             self._open_saved()
 
@@ -253,7 +268,8 @@ class Conversations:
         return sum(entry.nbytes for entry in self._entries.values())
 
     def find(self, sequence: Sequence, beyond: int = 0) -> Contents | None:
-        """Return the longest memory with which a prompt begins; ``None`` if there is none. It counts as used.
+        """Return the longest memory with which a prompt begins; ``None`` if there is none, or looking for it fails. It
+        counts as used.
 
         Where that has evicted tokens, and the earlier prompt itself is kept, note this for the sequence's reading and
         return ``None``: the policy then chooses anew among all tokens.
@@ -264,6 +280,15 @@ class Conversations:
         """
         if not self.active or not sequence.request.owner or sequence.levels:
             return None
+        try:
+            return self._find(sequence, beyond)
+        except Exception as error:  # no memory for a copy, for example: the prompt is read anew
+            _log.warning("A conversation was not continued: %s", reason_of(error))
+            sequence.recalled, sequence.reading = False, None
+            return None
+
+    def _find(self, sequence: Sequence, beyond: int) -> Contents | None:
+        """Return the longest memory with which a prompt begins, see `find`."""
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
@@ -275,10 +300,20 @@ class Conversations:
             entry, before = known
             self._touch(entry)
             sequence.recalled = True
-            sequence.reading = PromptReading(before)
-        elif (contents is None or contents.shortest(self._rows().windows) is not None) and self._keeps_prompt(sequence):
-            sequence.reading = PromptReading()
+            sequence.reading = self._reading(sequence, before)
+        elif contents is None or contents.shortest(self._rows().windows) is not None:
+            sequence.reading = self._reading(sequence)
         return contents
+
+    def _reading(self, sequence: Sequence, before: PromptKV | None = None) -> PromptReading | None:
+        """Return what is known of a prompt that is about to be read, and room for what is kept of it; ``None`` without
+        either.
+        """
+        nbytes = len(sequence.prompt) * self._rows().token_bytes if self._keeps_prompt(sequence) else 0
+        if before is None and not nbytes:
+            return None
+        self._readings.add(reading := PromptReading(before, nbytes=nbytes))
+        return reading
 
     def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
         """Return the longest memory with which a prompt begins; ``None`` if there is none.
@@ -302,14 +337,14 @@ class Conversations:
                 return None  # it is about to get a new memory
             if contents is None:  # a session that has just been closed
                 return None
+            contents = contents.cut_back(tokens)
             self._touch(entry)
             sequence.recalled = True
-            if shorter is None:
-                return contents.cut_back(tokens)
-            rest = sequence.prompt[shorter.shared :]
-            new = (Drop(tokens, shorter.spans),) if shorter.spans else ()
-            sequence.recall((*entry.past.ids[:tokens], *rest), (*entry.past.drops, *new))
-            return contents.cut_back(tokens)  # `kvkeep.engine.prefix_cache.begin` drops what is due
+            if shorter is not None:  # `kvkeep.engine.prefix_cache.begin` drops what is due
+                rest = sequence.prompt[shorter.shared :]
+                new = (Drop(tokens, shorter.spans),) if shorter.spans else ()
+                sequence.recall((*entry.past.ids[:tokens], *rest), (*entry.past.drops, *new))
+            return contents
         return None
 
     def _keeps_prompt(self, sequence: Sequence) -> bool:
@@ -317,9 +352,18 @@ class Conversations:
         if not self._most_prompt_bytes or not self.wants(sequence) or not _may_resume(sequence):
             return False
         rows, tokens = self._rows(), len(sequence.prompt)
-        fits = tokens * rows.token_bytes <= self._most_prompt_bytes
-        new = sequence.request.sampling.max_new_tokens
-        return fits and not rows.alone and rows.may_evict(sequence.policy, sequence.budget, tokens + new)
+        taken = sum(reading.nbytes for reading in self._readings)  # by requests that run
+        fits = taken + tokens * rows.token_bytes <= self._most_prompt_bytes
+        return fits and not rows.alone and self._may_evict(sequence)
+
+    def _may_evict(self, sequence: Sequence) -> bool:
+        """Return whether a token may have to go before a request ends."""
+        tokens = len(sequence.prompt) + sequence.request.sampling.max_new_tokens
+        return self._rows().may_evict(sequence.policy, sequence.budget, tokens)
+
+    def _to_read(self, sequence: Sequence) -> int:
+        """Return how many of a prompt's last tokens are read, whatever a memory has of them."""
+        return (rows_to_read(sequence.policy) or 1) if self._may_evict(sequence) else 1
 
     def _known(self, sequence: Sequence, least: int) -> tuple[KeptConversation, PromptKV] | None:
         """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and these; at
@@ -327,13 +371,16 @@ class Conversations:
         """
         if not _may_resume(sequence):
             return None
-        reader, refusal, best = Reader.of(sequence), self._host.admission.rule.refusal, None
-        to_read = rows_to_read(sequence.policy) or 1
-        for entry in reversed(self._entries.values()):
-            if entry.prompt is None or entry.reader != reader:
+        reader, best = Reader.of(sequence), None
+        to_read = self._to_read(sequence)
+        mine = [entry for entry in reversed(self._entries.values()) if entry.prompt and entry.reader == reader]
+        fingerprint = self._host.admission.fingerprint(*reader.settled) if mine else None
+        for entry in mine:
+            if entry.prompt is None or entry.prompt.fingerprint != fingerprint:
+                entry.prompt = None  # the model's weights have changed since
                 continue
             tokens = entry.prompt.usable(sequence.prompt, to_read)
-            if tokens >= least and refusal(tokens, len(sequence.prompt)) is None:
+            if tokens >= least and self._turns_alike(tokens, sequence, entry.prompt.ids):
                 best, least = (entry, entry.prompt.kv, tokens), tokens + 1
         return None if best is None else (best[0], best[1].first(best[2]))
 
@@ -396,7 +443,7 @@ class Conversations:
             return "Tokens are pinned that the conversation does not pin, or behind the messages that are left out."
         tokens = found.tokens + len(sequence.prompt) - found.shared
         admission = self._host.admission
-        if why := admission.rule.refusal(found.tokens, tokens):
+        if why := admission.rule.refusal(found.tokens, tokens, of=len(entry.past.ids)):
             return why
         if not admission.fits(tokens, sequence.request.sampling):
             return "With the messages that are left out, the conversation is longer than the model was trained for."
@@ -411,19 +458,25 @@ class Conversations:
     def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
         """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
         reader, best = Reader.of(sequence), None
+        rules: dict[str, Any] = {"for_later": reader.asks_later, "to_read": self._to_read(sequence)}
         for entry in reversed(self._entries.values()):
             if entry.reader != reader:
                 continue
-            later = reader.asks_later
-            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, for_later=later)
+            tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, **rules)
             pins = within(entry.session.pins, tokens)
             asked = within(sequence.pins, tokens)
             # a prompt that stays whole pins what is held of it, and so whatever the memory pins
             same = pins == asked or (keeps_whole(sequence.policy) and spans((*pins, *asked)) == asked)
-            fits = same and self._host.admission.rule.refusal(tokens, len(sequence.prompt)) is None
+            fits = same and self._turns_alike(tokens, sequence, entry.past.ids)
             if fits and tokens >= least:
                 best, least = (entry, tokens), tokens + 1
         return best
+
+    def _turns_alike(self, tokens: int, sequence: Sequence, ids: array[int]) -> bool:
+        """Return whether the first tokens of another text have the keys that they have in a prompt: a model may rotate
+        them by the length of the whole text.
+        """
+        return self._host.admission.rule.refusal(tokens, len(sequence.prompt), of=len(ids)) is None
 
     def wants(self, sequence: Sequence) -> bool:
         """Return whether the memory of a finished request may be kept, so that a copy of it is worth its time."""
@@ -447,7 +500,8 @@ class Conversations:
         reader = Reader.of(sequence)
         longer = (*past.ids, *past.pending, 0)
         useful = usable_tokens(past, longer, self._mode, past.drops, for_later=reader.asks_later)
-        prompt = self._prompt_of(sequence, past)
+        fingerprint = self._host.admission.fingerprint(*reader.settled)
+        prompt = self._prompt_of(sequence, past, fingerprint)
         if not (useful or prompt) or contents.nbytes > self._most_bytes:
             return None
         mates = [entry for entry in self._entries.values() if entry.reader == reader and _same_pins(entry.past, past)]
@@ -455,24 +509,29 @@ class Conversations:
             self._touch(same)
             return None
         replaced = self._replaced(past, mates)
-        for mate in mates:
-            if prompt is not None and mate.prompt is not None and mate.prompt.begins(prompt):
-                mate.prompt = None  # the new one serves in its place
         target = replaced.pop() if replaced else self._made(sequence, reader)
         if target is None:
             return None
-        target.prompt_tokens, target.prompt = len(sequence.prompt), prompt
-        snapshot = Snapshot(contents, self._host.admission.fingerprint(*reader.settled), past.tokens)
-        return self._kept(target, replaced, past, snapshot)
 
-    def _prompt_of(self, sequence: Sequence, past: ConversationHistory) -> KeptPrompt | None:
+        def finish() -> None:
+            for mate in mates:
+                if prompt is not None and mate.prompt is not None and mate.prompt.begins(prompt):
+                    mate.prompt = None  # the new one serves in its place
+            target.prompt_tokens, target.prompt = len(sequence.prompt), prompt
+            for other in replaced:
+                self._forget(other)
+
+        snapshot = Snapshot(contents, fingerprint, past.tokens)
+        return self._kept(target, past, snapshot, finish)
+
+    def _prompt_of(self, sequence: Sequence, past: ConversationHistory, fingerprint: Fingerprint) -> KeptPrompt | None:
         """Return the prompt of a finished chat as it was, if its memory has evicted tokens since."""
         if sequence.reading is None or past.shortest is not None:
             return None
         kv = sequence.reading.taken(len(sequence.prompt), len(self._rows().windows))
         if kv is None or kv.nbytes > self._most_prompt_bytes:
             return None
-        return KeptPrompt(array("i", sequence.prompt), kv)
+        return KeptPrompt(array("i", sequence.prompt), kv, fingerprint)
 
     def _replaced(self, past: ConversationHistory, mates: GenericSequence[KeptConversation]) -> list[KeptConversation]:
         """Return the conversations whose next turn a memory is, and for which it serves as well.
@@ -506,11 +565,11 @@ class Conversations:
     def _kept(
         self,
         entry: KeptConversation,
-        replaced: GenericSequence[KeptConversation],
         past: ConversationHistory,
         snapshot: Snapshot,
+        replace: Callable[[], None],
     ) -> Pending | None:
-        """Give a conversation its new memory; those that it replaces are forgotten once it is kept."""
+        """Give a conversation its new memory. Once it is kept, ``replace`` forgets what it takes the place of."""
 
         def cancel() -> None:
             entry.writing = False
@@ -526,8 +585,7 @@ class Conversations:
                 cancel()
                 return
             entry.writing = False
-            for other in replaced:
-                self._forget(other)
+            replace()
             self._touch(entry)
             self._trim()
 
@@ -546,9 +604,26 @@ class Conversations:
             _log.warning("A conversation was not kept: there is a session %s already.", name)
             return None
         state, seed = State(ConversationHistory()), sequence.request.sequence
-        session = self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=_note(reader, name))
+        session = self._added(name, reader, state, seed)
         self._entries[name] = entry = KeptConversation(session, reader)
         return entry
+
+    def _added(self, name: str, reader: Reader, state: State, seed: int) -> Session:
+        """Return a new session, of which nothing is kept once it is closed."""
+        note, on_close = _note(reader, name), weakref.WeakMethod(self._closed)
+
+        def closed(session: Session) -> None:
+            if (forget := on_close()) is not None:
+                forget(session)
+
+        return self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=note, on_close=closed)
+
+    def _closed(self, session: Session) -> None:
+        """Forget the conversation of a session that was closed, and its prompt."""
+        entry = self._entries.get(session.name or "")
+        if entry is not None and entry.session is session:
+            entry.prompt = None
+            del self._entries[session.name or ""]
 
     def _history(self, sequence: Sequence, contents: Contents) -> ConversationHistory:
         """Return the tokens and messages that the memory of a finished chat stands for."""
@@ -577,9 +652,7 @@ class Conversations:
             assert kept.name is not None
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
-            session = self._sessions.add(
-                self._host, kept.name, settled, state, seed=number, note=_note(reader, kept.name)
-            )
+            session = self._added(kept.name, reader, state, number)
             entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
             self._entries[kept.name] = entry
         self.expire()
@@ -617,11 +690,10 @@ class Conversations:
 
     def _forget(self, entry: KeptConversation) -> None:
         """Forget a conversation, and delete its file. One that is about to get a new memory stays."""
-        if entry.session.closed or entry.idle:
-            assert entry.session.name is not None
-            self._entries.pop(entry.session.name, None)
-            if not entry.session.closed:
-                entry.session.discard()
+        if entry.session.closed:
+            self._closed(entry.session)
+        elif entry.idle:
+            entry.session.discard()
 
 
 def _may_resume(sequence: Sequence) -> bool:

@@ -115,8 +115,12 @@ class Uninterrupted:
     """A context that holds back Ctrl-C until its end; a second Ctrl-C interrupts at once.
 
     An interrupt in the middle of a step would leave no way to tell which parts of the step were done. So the step is
-    brought to its end first. Signals reach the main thread only; in other threads this context does nothing.
+    brought to its end first, unless it comes by a place where it may be given up, see `interrupt_here`. Signals reach
+    the main thread only; in other threads this context does nothing.
     """
+
+    _waiting: ClassVar[int] = 0
+    """Contexts that hold back a Ctrl-C now."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -133,12 +137,23 @@ class Uninterrupted:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
         if self._held:
+            Uninterrupted._waiting -= 1
             self._before(signal.SIGINT, None)
 
     def _hold(self, number: int, frame: object) -> None:
         """Note a first Ctrl-C, and let the next one interrupt at once."""
         self._held = True
+        Uninterrupted._waiting += 1
         signal.signal(signal.SIGINT, self._before)
+
+    @classmethod
+    def interrupt_here(cls) -> None:
+        """Raise `KeyboardInterrupt` if a Ctrl-C is held back: a long step may be given up here, but loses its requests.
+
+        In other threads than the main one do nothing.
+        """
+        if cls._waiting and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
 
 
 class Guard:

@@ -82,8 +82,13 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     # the usual case, checked without a call for each token
     if set(map(type, ids)) == {int}:
         return ids
+    if isinstance(ids[0], Mapping):
+        raise InputError(
+            "The prompt is a list of messages, and a prompt is a text or token ids; give a conversation as "
+            "Request(messages=[...])."
+        )
     # tensors and arrays without an axis are numbers, though they have an __iter__
-    if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
+    if isinstance(ids[0], Iterable) and not isinstance(ids[0], str) and getattr(ids[0], "ndim", None) != 0:
         raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
     return tuple(whole("A token id of the prompt", token) for token in ids)  # admission knows the vocabulary
 

@@ -279,6 +279,8 @@ class Sequence:
         self.fed += n
         if not self.prompt_left:
             self.status = SequenceStatus.DECODE
+            if self.reading is not None:
+                self.reading.read()
 
     def begin_prefilled(self, contents: Contents, budget: int) -> None:
         """Start the sequence with the memory of its prompt, which another request has read.

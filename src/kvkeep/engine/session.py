@@ -728,7 +728,15 @@ class Sessions:
         return name in self._named
 
     def add(
-        self, host: SessionHost, name: str, settled: Settled, state: State, *, seed: int, note: Mapping[str, Any]
+        self,
+        host: SessionHost,
+        name: str,
+        settled: Settled,
+        state: State,
+        *,
+        seed: int,
+        note: Mapping[str, Any],
+        on_close: Callable[[Session], None],
     ) -> Session:
         """Return a new session with a name that is free.
 
@@ -739,8 +747,14 @@ class Sessions:
             state: its memory, if it has one.
             seed: identity for drawn tokens.
             note: more that is noted in its snapshots.
+            on_close: is told when it was closed.
         """
-        session = Session(host, self._store, state, settled, sequence=seed, name=name, note=note, on_close=self.leave)
+
+        def leave(session: Session) -> None:
+            self.leave(session)
+            on_close(session)
+
+        session = Session(host, self._store, state, settled, sequence=seed, name=name, note=note, on_close=leave)
         self._named[name] = session
         return session
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from kvkeep import budget as ratios
-from kvkeep.errors import BudgetError, InputError, PolicyError
+from kvkeep.errors import BudgetError
+from kvkeep.evals.arms import PolicyArm
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.task import Task
-from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.policies import _head_budgets
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import parse, spec
+from kvkeep.policies.registry import spec
 
 
 @dataclass(frozen=True)
@@ -53,28 +51,6 @@ class RequestedBudget:
 
 EVERYTHING = RequestedBudget(ratio=1.0)
 """The budget under which a policy that never evicts is listed."""
-
-
-class PolicyArm(NamedTuple):
-    """A policy of a list, and what the list says about its caches.
-
-    Attributes:
-        policy: the policy.
-        kv_bits: bits of keys and values, see `KV_BITS`, or ``"16"``; ``None`` where the list names none.
-        head_budget: how the budget is divided among heads; ``None`` where the list names no rule.
-    """
-
-    policy: Policy
-    kv_bits: str | None = None
-    head_budget: str | None = None
-
-    def over(self, setup: Setup) -> Setup:
-        """Return a setup with what the list names in place of its own."""
-        return replace(
-            setup,
-            kv_bits=check_bits(self.kv_bits or setup.kv_bits),
-            head_budget=self.head_budget or setup.head_budget,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,76 +132,6 @@ class Planned:
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         uneven |= self.setup.head_budget is not None
         return self.policy.evicts and (uneven or any(budget < length + self.new_tokens for budget, length in rows))
-
-
-def split_policies(text: str) -> list[Policy]:
-    """Return the policies of `split_arms`, which must name nothing else.
-
-    Raises:
-        PolicyError: the list is empty, or a policy in it is wrong or names bits or a rule for heads.
-    """
-    arms = split_arms(text)
-    for policy, *named in arms:
-        if any(named):
-            words = "".join(f"@{word}" for word in named if word)
-            raise PolicyError(f"{policy}{words} names {words[1:]}, which has no effect here. Write {policy}.")
-    return [arm.policy for arm in arms]
-
-
-def split_arms(text: str) -> list[PolicyArm]:
-    """Return the policies of a list, each with what it names beside the policy, each once.
-
-    A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
-    names bits, see `kvkeep.kv.slot_codec.check_bits`; ``h2o@global:0.2`` a rule by which heads share the budget, see
-    `kvkeep.cache.BoundedCache`; ``h2o@ada@8`` both.
-
-    Raises:
-        PolicyError: the list is empty, or a policy in it is wrong.
-        InputError: slots cannot have that number of bits.
-        BudgetError: a rule's number is out of range.
-    """
-    pieces: list[str] = []
-    for piece in filter(None, (part.strip() for part in text.split(","))):
-        if "=" in piece and ":" not in piece and pieces:
-            pieces[-1] += ("," if "=" in pieces[-1] else ":") + piece
-        else:
-            pieces.append(piece)
-    if not pieces:
-        raise PolicyError("The list of policies is empty; write e.g. full,local,h2o:recent=32,tova.")
-    return list(dict.fromkeys(map(_arm, pieces)))
-
-
-def _arm(text: str) -> PolicyArm:
-    """Return what ``POLICY@BITS@RULE`` says; bits and rule are ``None`` if none are named."""
-    policy, *words = (word.strip() for word in text.split("@"))
-    named: dict[str, str] = {}
-    for word in words:
-        if word.partition(":")[0] in (*_head_budgets.RULES, _head_budgets.PROFILE):
-            _head_budgets.parsed(word)
-            kind, value = "head_budget", word
-        else:
-            kind, value = "kv_bits", _bits(text, word)
-        if kind in named:
-            raise PolicyError(f"{text!r:.80} names {kind} twice; write {policy}@{named[kind]} or {policy}@{value}.")
-        named[kind] = value
-    return PolicyArm(parse(policy), **named)
-
-
-def _bits(text: str, word: str) -> str:
-    """Return the bits that a word of an arm says.
-
-    Raises:
-        InputError: slots cannot have that number of bits, or the word is meant for a rule that does not exist.
-    """
-    try:
-        # `check_bits` returns nothing for 16, and here nothing means that no bits were named
-        return check_bits(word.removesuffix("bit")) or "16"
-    except InputError as error:
-        rules = ", ".join(_head_budgets.RULES)
-        raise InputError(
-            f"{text!r:.80}: {word!r:.40} after @ is neither a number of bits (8, 4, k8v4, 16) nor a rule for heads "
-            f"({rules} or {_head_budgets.PROFILE}:FILE)."
-        ) from error
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import platform
 import time
@@ -181,8 +182,14 @@ def manifest(grid: Grid) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute, and of Python."""
-    packages = {package: version(package) for package in ("torch", "transformers")}
+    packages = {package: _version(package) for package in ("torch", "transformers")}
     return {"kvkeep": __version__, **packages, "python": platform.python_version()}
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """Return a package's version, whose file is read once: every cell of a grid is marked with it."""
+    return version(package)
 
 
 def fingerprint(writer: Writer) -> str:

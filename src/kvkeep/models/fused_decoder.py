@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -18,15 +18,21 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed, handed_over
 from kvkeep.cache.layer import Layer
 from kvkeep.models.attention import PaddingMask, is_known
-from kvkeep.models.fused_layers import FusedLayer, is_ours
+from kvkeep.models.fused_layers import FusedLayer, is_ours, rotary_dim_of
 from kvkeep.models.fused_modules import TRIAL, has_own_forward, is_heard, mixed
 from kvkeep.types import Phase
 
-_ORDER = ("embed_tokens", "layers", "norm", "rotary_emb")
-_NAMES = set(_ORDER)
+_ROTARY, _LEARNED = "rotary_emb", "embed_positions"
+_NORMS = {
+    frozenset(("embed_tokens", "layers", "norm", _ROTARY)): "norm",
+    frozenset(("embed_tokens", "layers", "final_layer_norm", _LEARNED)): "final_layer_norm",
+}
+"""The parts of decoders, and which of them is the last norm. Positions are rotary angles, or embeddings that are added
+to those of the tokens."""
+
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "use_cache", "cache_position", *CACHE_ARGUMENTS}
 _TRIAL_POSITIONS = (0, 700, 1_900)
-"""Positions of a trial's tokens, so far apart that each kind of rotation shows."""
+"""Positions of a trial's tokens, so far apart that each kind of rotation shows; fewer if the model has no more."""
 
 _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Length of the difference over that of the output, by dtype. Layers have been compared closely before; what is left to
@@ -49,13 +55,13 @@ class FusedDecoder(nn.Module):
     """Mixed into a decoder, the part of a model between token ids and the head: one call for all of its layers.
 
     A step is made so if it has one token per row, and all layers may replay their last steps of attention for other
-    tokens, see `Layer.replayable`. Embedding, angles and the last norm are computed by their modules.
+    tokens, see `Layer.replayable`. Embeddings, angles and the last norm are computed by their modules.
     """
 
     config: Any
     embed_tokens: Any
+    embed_positions: Any
     layers: Any
-    norm: Any
     rotary_emb: Any
     rotation_kinds: tuple[str, ...]
     kinds: list[int]
@@ -76,17 +82,36 @@ class FusedDecoder(nn.Module):
             return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.training or not self._answers(kwargs):
             return None
-        if (replays := self._replays(cache, kwargs.get("attention_mask"))) is None or not self._is_checked():
+        if (norm_name := _NORMS.get(frozenset(self._modules))) is None:
+            return None  # it has other parts now
+        mask = kwargs.get("attention_mask")
+        if (replays := self._replays(cache, mask)) is None or not self._is_checked():
             return None
-        if positions is None:
-            positions = torch.full((1, 1), cache.get_seq_length(), device=ids.device)
-        # a copy, which the step overwrites: a hook may keep what the embedding returns, or return a weight
-        x = self.embed_tokens(ids).clone()
-        angles = self.angles(x, positions)
+        x, angles = self._embedded(ids, mask, positions, cache.get_seq_length())
         if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
             return None
         held: dict[str, Any] = {_returned(): cache}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **held)
+        return BaseModelOutputWithPast(last_hidden_state=getattr(self, norm_name)(x), **held)
+
+    def _embedded(
+        self, ids: Int[Tensor, "B 1"], mask: object, positions: Int[Tensor, "_B 1"] | None, seen: int
+    ) -> tuple[Float[Tensor, "B 1 width"], list[layer_ops.Angles | None]]:
+        """Return what goes into the first layer, which the step may overwrite, and the angles of each kind of layer.
+
+        Args:
+            ids: a token per row.
+            mask: as the decoder was given it.
+            positions: of the tokens; ``None``: as many as are real before them in the mask, or ``seen``.
+            seen: number of tokens before these, padding included.
+        """
+        x = self.embed_tokens(ids)
+        if _LEARNED in self._modules:
+            real = mask if isinstance(mask, Tensor) else ids.new_ones(len(ids), seen + 1)
+            return x + self.embed_positions(real, seen, position_ids=positions), [None]
+        if positions is None:
+            positions = torch.full((1, 1), seen, device=ids.device)
+        # a copy: a hook may keep what the embedding returns, or return a weight
+        return x.clone(), [*self.angles(x, positions)]
 
     def _answers(self, asked: dict[str, Any]) -> bool:
         """Return whether a step in one call gives everything that its arguments and the configuration ask for."""
@@ -144,11 +169,11 @@ class FusedDecoder(nn.Module):
             replays.calls.append(recorded.call)
         return replays
 
-    def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layer_ops.ModelStep | None:
+    def _recorded(self, replays: Replays, angles: Sequence[layer_ops.Angles | None]) -> layer_ops.ModelStep | None:
         """Return the kernel call for all layers, made anew if weights or recorded steps have changed; ``None`` if the
         kernel cannot run them.
         """
-        rotary_dims = [cosines.shape[-1] for cosines, _ in angles]
+        rotary_dims = [*map(rotary_dim_of, angles)]
         fused = [layer.calls(rotary_dims[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
         recorded = [call for call in replays.calls if layer_ops.is_native(call)]
         if any(calls is None for calls in fused) or len(recorded) < len(fused):
@@ -195,7 +220,9 @@ def _is_plain(mask: object, cache: PhasedCache) -> bool:
     return isinstance(mask, PaddingMask) and mask.is_plain
 
 
-def _replayed(replays: Replays, step: layer_ops.ModelStep, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
+def _replayed(
+    replays: Replays, step: layer_ops.ModelStep, x: Tensor, angles: Sequence[layer_ops.Angles | None]
+) -> bool:
     """Run the step and count it in all layers. Return whether the kernel could run it.
 
     Raises:
@@ -218,17 +245,18 @@ def _returned() -> str:
 def fuse_decoder(module: nn.Module) -> bool:
     """Fuse a decoder whose layers are fused, in place, and return whether it was fused.
 
-    It is fused if it consists of an embedding, layers, a norm and rotary angles. Before its first step as one call its
-    output for a few tokens is compared with the kernel's.
+    It is fused if it consists of an embedding, layers, a norm, and rotary angles or embeddings of positions. Before its
+    first step as one call its output for a few tokens is compared with the kernel's.
     """
-    if isinstance(module, FusedDecoder) or module._modules.keys() != _NAMES:
+    if isinstance(module, FusedDecoder) or frozenset(module._modules) not in _NORMS:
         return False
     parts: Any = module
     if not isinstance(parts.layers, nn.ModuleList) or not parts.layers:
         return False
     if not all(isinstance(layer, FusedLayer) and layer.attention_options is not None for layer in parts.layers):
         return False
-    per_kind = "layer_type" in inspect.signature(parts.rotary_emb.forward).parameters
+    rotary = module._modules.get(_ROTARY)
+    per_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
     kinds = tuple(sorted(set(parts.config.layer_types))) if per_kind else ()
     # first, since another thread may be in the module
     each = [kinds.index(kind) for kind in parts.config.layer_types] if kinds else [0] * len(parts.layers)
@@ -241,7 +269,8 @@ def fuse_decoder(module: nn.Module) -> bool:
 def _agrees(decoder: Any) -> bool:
     """Return whether a fused decoder gives the same output for a few tokens as its own class."""
     plain: Any = functools.partial(type(decoder).plain.forward, decoder)
-    ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS])
+    last = getattr(decoder.config, "max_position_embeddings", None) or _TRIAL_POSITIONS[-1] + 1
+    ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS]).clamp(max=last - 1)
 
     def run(forward: Any, cache: BoundedCache, columns: slice) -> Any:
         given = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "use_cache": True}

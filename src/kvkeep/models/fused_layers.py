@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -30,9 +31,9 @@ from kvkeep.models.fused_modules import (
     FusedNorm,
     GateParts,
     Trials,
+    activation_of,
     alike,
     described,
-    epsilon_of,
     gate_parts,
     has_global_hooks,
     has_own_forward,
@@ -40,26 +41,53 @@ from kvkeep.models.fused_modules import (
     is_close,
     is_heard,
     mixed,
+    norm_of,
 )
 from kvkeep.types import AttentionOptions
 
 # The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.
 
-_PARTS = ("self_attn", "mlp", "input_layernorm")
-_PLAIN = ("post_attention_layernorm",)
-"""The norm of what the feed-forward layer takes, in models that add to the residual stream what their parts put out."""
 
-_NORMED = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-"""The same in models that norm first what they add, and the norms of that: of attention, of the feed-forward layer."""
+class _Kind(NamedTuple):
+    """The names of the parts of a decoder layer.
 
-_KINDS = {frozenset((*_PARTS, *norms)): norms for norms in (_PLAIN, _NORMED)}
-_PROJECTIONS, _JOINED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+    Attributes:
+        first: the norm of what attention takes.
+        second: the norm of what the feed-forward layer takes.
+        added: norms of what attention, and the feed-forward layer, add to the residual stream; ``()``: it is added as
+            it is.
+        feed: the feed-forward layer; if its products are the layer's own, these and its activation.
+    """
+
+    first: str
+    second: str
+    added: tuple[str, ...] = ()
+    feed: tuple[str, ...] = ("mlp",)
+
+    def names(self) -> frozenset[str]:
+        """Return the names of all parts."""
+        return frozenset((_ATTENTION, self.first, self.second, *self.added, *self.feed))
+
+
+_ATTENTION, _ACTIVATION = "self_attn", "activation_fn"
+_KINDS = (
+    _Kind("input_layernorm", "post_attention_layernorm"),
+    _Kind(
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    _Kind("self_attn_layer_norm", "final_layer_norm", feed=("fc1", "fc2", _ACTIVATION)),
+)
+_KIND_OF = {kind.names(): kind for kind in _KINDS}
+_PROJECTIONS, _JOINED, _OUTPUTS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", ("o_proj", "out_proj")
 
 
 class FusedParts(NamedTuple):
     """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none.
 
-    ``qkv`` are the layers of query, key and value, or parts of one that joins them. ``linear`` are all linear modules.
+    ``qkv`` are the layers of query, key and value, or parts of one that joins them. ``feed`` is the feed-forward layer,
+    or the decoder layer itself with an ``activation`` of its own. ``linear`` are all linear modules.
     """
 
     attention: Any
@@ -69,7 +97,8 @@ class FusedParts(NamedTuple):
     output: nn.Linear
     second: FusedNorm
     gated: GateParts
-    feed: FusedGate
+    feed: nn.Module
+    activation: nn.Module | None
     added: tuple[FusedNorm | None, FusedNorm | None]
     linear: tuple[nn.Linear, ...]
 
@@ -77,17 +106,25 @@ class FusedParts(NamedTuple):
         """Return all norms."""
         return [norm for norm in (self.first, self.second, *self.heads, *self.added) if norm is not None]
 
+    def feed_forward(self, x: Float[Tensor, "B 1 width"]) -> Float[Tensor, "B 1 width"]:
+        """Compute the feed-forward layer by its modules."""
+        if self.activation is None:
+            return cast(Tensor, self.feed(x))
+        up, down = self.gated.modules
+        return cast(Tensor, down(self.activation(up(x))))
+
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
     """Return the parts of a layer that can be fused; ``None`` if one is missing, is not fused, or has hooks."""
     own: dict[str, Any] = {name: part for name, part in layer._modules.items() if not _is_idle(part)}
-    if (names := _KINDS.get(frozenset(own))) is None:
+    if (kind := _KIND_OF.get(frozenset(own))) is None:
         return None
-    attention, feed, first = (own[name] for name in _PARTS)
-    second, *added = (own[name] for name in names)
+    attention, first, second = own[_ATTENTION], own[kind.first], own[kind.second]
+    added, activation = [own[name] for name in kind.added], own.get(_ACTIVATION)
+    feed = own[kind.feed[0]] if activation is None else layer
     of_attention: dict[str, Any] = attention._modules
     heads = of_attention.get("q_norm"), of_attention.get("k_norm")
-    if not isinstance(feed, FusedGate) or not all(isinstance(norm, FusedNorm) for norm in (first, second, *added)):
+    if not all(isinstance(norm, FusedNorm) for norm in (first, second, *added)):
         return None
     for norm in heads:
         if norm is not None and not isinstance(norm, FusedNorm):
@@ -95,6 +132,8 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
     modules, gated = _projections(of_attention), gate_parts(feed)
     if gated is None or any(type(module) is not FusedLinear for module in modules):
         return None  # a subclass may have a `forward` of its own
+    if activation is None and not isinstance(feed, FusedGate):
+        return None
     if not all(map(_is_usable, (*layer._modules.values(), *of_attention.values(), *feed._modules.values()))):
         return None
     *projections, output = modules
@@ -109,6 +148,7 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
         second,
         gated,
         feed,
+        activation,
         (added[0], added[1]) if added else (None, None),
         (*modules, *gated.modules),
     )
@@ -116,8 +156,8 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
 
 def _projections(of_attention: dict[str, Any]) -> list[Any]:
     """Return the projections of an attention: of query, key and value, or the one that joins them, and the output's."""
-    joined = of_attention.get(_JOINED)
-    return [*(map(of_attention.get, _PROJECTIONS) if joined is None else [joined]), of_attention.get("o_proj")]
+    joined, output = of_attention.get(_JOINED), next(filter(None, map(of_attention.get, _OUTPUTS)), None)
+    return [*(map(of_attention.get, _PROJECTIONS) if joined is None else [joined]), output]
 
 
 def _split(joined: nn.Linear, output: nn.Linear) -> list[layer_ops.Linear] | None:
@@ -135,9 +175,23 @@ def _is_usable(part: nn.Module | None) -> bool:
     """Return whether a part of a layer has no hooks, and still has the values with which it was tried."""
     if part is None:
         return True
-    if isinstance(part, FusedNorm) and not (isinstance(epsilon_of(part), float) and has_own_forward(part)):
+    if isinstance(part, FusedNorm) and not (norm_of(part) is not None and has_own_forward(part)):
         return False
     return not is_heard(part) and (not isinstance(part, FusedGate) or is_as_tried(part))
+
+
+class LayerRule(NamedTuple):
+    """What a trial has found out about a layer: its computation beside its parts.
+
+    Attributes:
+        is_rotated: whether queries and keys are rotated.
+        query_scale: what queries are multiplied with before attention.
+        activation: of the feed-forward layer, one of `layer_ops.ACTIVATIONS`.
+    """
+
+    is_rotated: bool
+    query_scale: float
+    activation: int
 
 
 class FusedCalls:
@@ -148,17 +202,17 @@ class FusedCalls:
     Args:
         layer: a decoder layer.
         parts: its parts.
+        rule: what its trial has found.
         rotary_dim: number of dims of a head that are rotated.
     """
 
-    def __init__(self, layer: nn.Module, parts: FusedParts, rotary_dim: int) -> None:
+    def __init__(self, layer: nn.Module, parts: FusedParts, rule: LayerRule, rotary_dim: int) -> None:
         heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
-        self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, rotary_dim)
-        feed, second = parts.feed._activation, _norm(parts.second)
-        gate, up, down = parts.gated[1:]
-        self.behind = layer_ops.Behind(parts.output, second, gate, up, down, added=added, activation=feed)
+        dim, second, (_, gate, up, down) = parts.attention.head_dim, _norm(parts.second), parts.gated
+        self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, dim, rotary_dim, rule.query_scale)
+        self.behind = layer_ops.Behind(parts.output, second, gate, up, down, added=added, activation=rule.activation)
         self.rotary_dim = rotary_dim
-        owners = (layer, parts.attention, parts.feed)
+        owners = [*dict.fromkeys((layer, parts.attention, parts.feed))]
         modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
         # each step compares all this, so what can be looked up once is
         self._names = [[*owner._modules] for owner in owners]
@@ -172,7 +226,7 @@ class FusedCalls:
             (norm, name) for norm in parts.norms() for name in EPSILON if name in vars(norm)
         ]
         names_of += [(part, "training") for part in modules if type(part) is nn.Dropout]
-        for owner in (layer, parts.feed):
+        for owner in dict.fromkeys((layer, parts.feed)):
             tried = vars(owner).get("as_tried", ())
             names_of += [(owner._modules[child] if child else owner, name) for child, name, _ in tried if name]
         every = [(vars(part), _values_of(name for other, name in names_of if other is part)) for part in modules]
@@ -234,9 +288,9 @@ def _values_of(names: Iterable[str]) -> Callable[[dict[str, Any]], object]:
 
 def _norm(norm: FusedNorm) -> layer_ops.Norm:
     """Return a norm in the form that the kernel takes."""
-    epsilon = epsilon_of(norm)
-    assert isinstance(epsilon, float)
-    return layer_ops.Norm(norm.weight, epsilon, norm._plus)
+    found = norm_of(norm)
+    assert found is not None
+    return found
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
@@ -274,7 +328,11 @@ _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 
 
 def _run(
-    parts: FusedParts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: FusedCalls
+    parts: FusedParts,
+    x: Float[Tensor, "B 1 width"],
+    angles: layer_ops.Angles | None,
+    attend: Attend,
+    calls: FusedCalls,
 ) -> Tensor | None:
     """Compute a layer's output for one token per row, around a given attention; ``None`` if the kernel cannot compute
     the part before it.
@@ -287,7 +345,7 @@ def _run(
     if out is None:
         first, last = (nn.Identity() if norm is None else norm for norm in parts.added)
         y = x + first(parts.output(attended))
-        out = y + last(parts.feed(parts.second(y)))
+        out = y + last(parts.feed_forward(parts.second(y)))
     return out
 
 
@@ -297,6 +355,7 @@ class FusedLayer(nn.Module):
     attention_arguments: dict[str, Any]
     attention_options: AttentionOptions | None
     as_tried: Described
+    rule: LayerRule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where the step allows it."""
@@ -308,12 +367,13 @@ class FusedLayer(nn.Module):
         have none.
 
         Args:
-            rotary_dim: number of dims of a head that are rotated.
+            rotary_dim: number of dims of a head that are rotated, if the layer rotates.
         """
+        rotary_dim = rotary_dim if self.rule.is_rotated else 0
         calls: FusedCalls | None = vars(self).get(CALLS)
         if calls is None or calls.rotary_dim != rotary_dim or not calls.are_of(self):
             parts = parts_of(self) if self._is_as_tried() else None
-            calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, rotary_dim)
+            calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, self.rule, rotary_dim)
         return calls
 
     def _is_as_tried(self) -> bool:
@@ -324,15 +384,19 @@ class FusedLayer(nn.Module):
     def _decode_step(self, x: Tensor, **kwargs: Any) -> Tensor | None:
         """Run a decode step through the kernel; return ``None`` for any other step."""
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
-        if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
+        if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache):
             return None
+        if not isinstance(angles, tuple):
+            if self.rule.is_rotated:
+                return None
+            angles = None
         attention: Any = self._modules.get("self_attn")
         if attention is None or attention.training or not is_ours(attention.config):
             return None
         more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
         if not all(argument is None or argument is False for argument in more):
             return None  # the layer is told what it was not in its trial
-        parts, calls = parts_of(self), self.calls(angles[0].shape[-1])
+        parts, calls = parts_of(self), self.calls(rotary_dim_of(angles))
         if parts is None or calls is None:
             return None
         call, mask = ALL_ATTENTION_FUNCTIONS[ATTENTION], kwargs.get("attention_mask")
@@ -344,6 +408,11 @@ class FusedLayer(nn.Module):
             return attended
 
         return _run(parts, x, angles, attend, calls)
+
+
+def rotary_dim_of(angles: layer_ops.Angles | None) -> int:
+    """Return the number of dims of a head that angles rotate."""
+    return 0 if angles is None else angles[0].shape[-1]
 
 
 def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
@@ -359,13 +428,14 @@ def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
         return False
     key = alike(layer)
     if key not in trials:
-        trials[key] = _constants(layer, parts)
-    if (constants := trials[key]) is None:
+        trials[key] = _tried(layer, parts)
+    if trials[key] is None:
         return False
-    attention = parts.attention
+    attention, (constants, rule) = parts.attention, trials[key]
     vars(layer).update(
         {FORWARD: type(attention).forward},
         as_tried=described(layer),
+        rule=rule,
         attention_arguments=constants,
         attention_options=repeatable(attention, **constants),
     )  # first, since another thread may be in the layer
@@ -399,6 +469,7 @@ class _Trial:
 
     Args:
         layer: a decoder layer.
+        parts: its parts.
         scales: size of the numbers in each row.
 
     Attributes:
@@ -411,18 +482,23 @@ class _Trial:
     constants: dict[str, Any] | None = None
     out: object = None
 
-    def __init__(self, layer: nn.Module, scales: Sequence[float]) -> None:
-        self._layer = _twin(layer)
-        attention, weight = self._layer.self_attn, self._layer.input_layernorm.weight
+    def __init__(self, layer: nn.Module, parts: FusedParts, scales: Sequence[float]) -> None:
+        self._layer, self._parts = _twin(layer), parts
+        attention, weight = self._layer.self_attn, parts.first.weight
         draw, rows, dim = torch.Generator().manual_seed(0), len(scales), attention.head_dim
+        sizes = torch.tensor(scales)[:, None, None]
 
         def numbers(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw)
 
         self._attention, turns = attention, numbers(rows, 1, dim)
-        self.x = (numbers(rows, 1, len(weight)) * torch.tensor(scales)[:, None, None]).to(weight.dtype)
-        self.angles = turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)
-        self.answer = numbers(rows, 1, attention.o_proj.in_features // dim, dim).to(weight.dtype)
+        self.x = (numbers(rows, 1, len(weight)) * sizes).to(weight.dtype)
+        takes_angles = "position_embeddings" in inspect.signature(type(attention).forward).parameters
+        self._angles = (turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)) if takes_angles else None
+        answer = numbers(rows, 1, parts.output.in_features)
+        # products of the layer's own have not been tried alone, so they are most of what it puts out in the first row
+        small = 1.0 if parts.activation is None else sizes.clamp(max=1.0)
+        self.answer = (answer * small).to(weight.dtype).view(rows, 1, -1, dim)
         self._cache = taken_as(type(layer)) or usual()
         # far apart, so that numbers which depend on positions differ from row to row
         self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
@@ -440,7 +516,9 @@ class _Trial:
             calls.append((*args, {name: value for name, value in kwargs.items() if name not in self._given}))
             return self.answer
 
-        asked = {self._cache: cache, "attention_mask": None, "position_embeddings": self.angles}
+        asked: dict[str, Any] = {self._cache: cache, "attention_mask": None}
+        if self._angles is not None:
+            asked["position_embeddings"] = self._angles
         with _recording(self._attention.config, attention):
             self.out = self._layer(self.x, **asked, **self._given)
         if len(calls) != 1 or cache.indices != [self._attention.layer_idx]:
@@ -448,31 +526,43 @@ class _Trial:
         module, *self.heads, mask, self.constants = calls[0]
         return module is self._attention and mask is None
 
-    def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
-        """Compute the layer's output in the kernel; ``None`` if the kernel cannot."""
-        calls = FusedCalls(self._layer, parts, self.angles[0].shape[-1])
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), calls)
+    def rules(self) -> Iterator[LayerRule]:
+        """Yield what may be the layer's computation; nothing if the kernel does not have its activation."""
+        own, scaling = self._parts.activation, vars(self._attention).get("scaling")
+        activation = vars(self._parts.feed)["_activation"] if own is None else activation_of(own)
+        if activation is None:
+            return
+        for is_rotated in (False,) if self._angles is None else (True, False):
+            for query_scale in (1.0, scaling) if isinstance(scaling, float) else (1.0,):
+                yield LayerRule(is_rotated, query_scale, activation)
+
+    def follows(self, rule: LayerRule) -> bool:
+        """Return whether the kernel computes what the layer has computed."""
+        same: list[bool] = []
+
+        def compare(*heads: Tensor) -> Tensor:
+            same.extend(map(is_close, heads, self.heads))
+            return self.answer
+
+        angles = self._angles if rule.is_rotated else None
+        calls = FusedCalls(self._layer, self._parts, rule, rotary_dim_of(angles))
+        out = _run(self._parts, self.x, angles, compare, calls)
+        return out is not None and all(same) and is_close(out, self.out)
 
 
 @torch.inference_mode()
-def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
-    """Try the kernel on a layer. Return the arguments that the layer always passes to attention, or ``None`` if the
-    outputs differ.
+def _tried(layer: nn.Module, parts: FusedParts) -> tuple[dict[str, Any], LayerRule] | None:
+    """Try the kernel on a layer. Return the arguments that the layer always passes to attention, and its rule; ``None``
+    if the kernel's outputs differ.
     """
     try:
-        trial = _Trial(layer, SCALES)
+        trial = _Trial(layer, parts, SCALES)
         if not trial.ask() or not _is_constant(trial.constants):
             return None
     except Exception:  # it takes something else
         return None
-    same: list[bool] = []
-
-    def compare(*heads: Tensor) -> Tensor:
-        same.extend(map(is_close, heads, trial.heads))
-        return trial.answer
-
-    out = trial.run(parts, compare)
-    return trial.constants if out is not None and all(same) and is_close(out, trial.out) else None
+    rule = next(filter(trial.follows, trial.rules()), None)
+    return None if rule is None or trial.constants is None else (trial.constants, rule)
 
 
 def _is_constant(given: dict[str, Any] | None) -> bool:

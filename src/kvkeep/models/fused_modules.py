@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType
@@ -20,6 +21,9 @@ SCALES = (0.001, 1.0, 3.0, 10.0, 30.0)
 
 LARGE = 100.0
 """The largest output of a linear layer in a trial: models that limit theirs do so at 7 to 20."""
+
+_TRIED_NUMBERS = 64
+"""Numbers of each row in a trial of an activation."""
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of the largest number of a row, by dtype."""
@@ -86,38 +90,55 @@ class FusedLinear(nn.Linear):
 
 
 class GateParts(NamedTuple):
-    """The linear layers of a feed-forward layer with a gate.
+    """The linear layers of a feed-forward layer.
 
     Attributes:
         modules: its modules, of which one may be both gate and up.
         gate: goes through the activation.
-        up: what the gate is multiplied with.
+        up: what the gate is multiplied with; ``None``: nothing.
         down: takes the products.
     """
 
     modules: tuple[nn.Linear, ...]
     gate: nn.Linear | layer_ops.Linear
-    up: nn.Linear | layer_ops.Linear
+    up: nn.Linear | layer_ops.Linear | None
     down: nn.Linear
 
 
-def gate_parts(module: nn.Module) -> GateParts | None:
-    """Return the linear layers of a feed-forward layer with a gate, if they are fused ones; ``None`` otherwise.
+_JOINED = "gate_up_proj"
+_FEED_FORWARD = (
+    ("gate_proj", "up_proj", "down_proj"),
+    (_JOINED, "down_proj"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("up_proj", "down_proj"),
+)
+"""Names of the linear layers of feed-forward layers, in the order of their use; without a gate from the third on."""
 
-    Gate and up may be joined: the first half of the outputs is the gate then.
+
+def gate_parts(module: nn.Module) -> GateParts | None:
+    """Return the linear layers of a feed-forward layer, if they are fused ones; ``None`` otherwise.
+
+    Gate and up may be joined: the first half of the outputs is the gate then. Where nothing is called a gate, the first
+    layer is in its place, and there is no up.
     """
     own: dict[str, Any] = module._modules
-    joined, down = own.get("gate_up_proj"), own.get("down_proj")
-    modules = (own.get("gate_proj"), own.get("up_proj"), down) if joined is None else (joined, down)
+    names = next((names for names in _FEED_FORWARD if all(map(own.get, names))), None)
+    modules = [] if names is None else [own[name] for name in names]
     linear = tuple(layer for layer in modules if type(layer) is FusedLinear)
-    if len(linear) < len(modules):  # a subclass may have a `forward` of its own
+    if names is None or len(linear) < len(names):  # a subclass may have a `forward` of its own
         return None
-    halves = linear[:2] if joined is None else layer_ops.split(joined, 2 * [joined.out_features // 2])
-    return None if halves is None else GateParts(linear, halves[0], halves[1], linear[-1])
+    *first, down = linear
+    if len(first) == 2:
+        return GateParts(linear, first[0], first[1], down)
+    if names[0] != _JOINED:
+        return GateParts(linear, first[0], None, down)
+    halves = layer_ops.split(first[0], 2 * [first[0].out_features // 2])
+    return None if halves is None else GateParts(linear, halves[0], halves[1], down)
 
 
 class FusedGate(nn.Module):
-    """Mixed into a feed-forward layer with a gate: one call for its products."""
+    """Mixed into a feed-forward layer, with a gate or without: one call for its products."""
 
     _activation: int
     as_tried: Described
@@ -134,16 +155,17 @@ class FusedGate(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """Mixed into a root mean square norm: one call."""
+    """Mixed into a norm by the root mean square, or a layer norm: one call."""
 
     weight: nn.Parameter
     _plus: float
+    _is_centred: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise the last axis, and return the result."""
-        out, epsilon = None, epsilon_of(self)
-        if len(args) == 1 and not kwargs and isinstance(epsilon, float) and has_own_forward(self):
-            out = layer_ops.norm(args[0], self.weight, epsilon, plus=self._plus)
+        out, by = None, norm_of(self)
+        if len(args) == 1 and not kwargs and by is not None and has_own_forward(self):
+            out = layer_ops.norm(args[0], by)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -154,6 +176,16 @@ EPSILON = ("variance_epsilon", "eps")
 def epsilon_of(norm: nn.Module) -> object:
     """Return what a norm adds to the mean of the squares; ``None`` if it does not say."""
     return next((vars(norm)[name] for name in EPSILON if name in vars(norm)), None)
+
+
+def norm_of(norm: FusedNorm) -> layer_ops.Norm | None:
+    """Return a fused norm in the form that the kernel takes; ``None`` if it has no weight any more, or does not say
+    what it adds to the mean.
+    """
+    epsilon, weight = epsilon_of(norm), norm._parameters.get("weight")
+    if weight is None or not isinstance(epsilon, float):
+        return None
+    return layer_ops.Norm(weight, epsilon, norm._plus, norm._parameters.get("bias"), norm._is_centred)
 
 
 TRIAL: ContextVar[bool] = ContextVar("TRIAL", default=False)
@@ -191,7 +223,7 @@ def has_global_hooks() -> bool:
     return bool(_global_forward_hooks or _global_forward_pre_hooks) or nn.Linear.forward is not _LINEAR_FORWARD
 
 
-_USUAL = {*vars(nn.Module()), "layer_idx", "_qkv", "_activation", "_plus", "attention_options"}
+_USUAL = {*vars(nn.Module()), "layer_idx", "_qkv", "_activation", "_plus", "_is_centred", "attention_options"}
 """Attributes that every module has, those in which equal layers differ, and those of fused modules."""
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -272,16 +304,19 @@ def agrees(
     weight: Tensor,
     width: int,
     kernel: Callable[[Tensor], Tensor | None],
-    reach: Sequence[nn.Linear | layer_ops.Linear] = (),
+    reach: Sequence[nn.Linear | layer_ops.Linear | None] = (),
+    *,
+    mean: float = 0.0,
 ) -> bool:
     """Return whether the kernel gives the outputs of a module on random numbers of several sizes, up to rounding.
 
     One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show. A module that
-    fails on such input does not match.
+    fails on such input does not match. ``mean`` is that of the numbers before they are scaled.
     """
     draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
-    x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
-    for layer, row in zip(reach, x[len(SCALES) :], strict=True):
+    layers = [layer for layer in reach if layer is not None]
+    x = torch.randn(len(SCALES) + len(layers), 1, width, generator=draw) + mean
+    for layer, row in zip(layers, x[len(SCALES) :], strict=True):
         most = linear(row.to(weight.dtype), layer.weight, layer.bias).abs().max().float()
         scales = torch.cat((scales, (LARGE / most)[None]))
     x = x * scales[:, None, None]
@@ -291,6 +326,22 @@ def agrees(
         return False
     output = kernel(x.to(weight.dtype))
     return output is not None and is_close(output, expected)
+
+
+def activation_of(module: nn.Module) -> int | None:
+    """Return the number of the kernel's activation that a module computes; ``None`` if it is none of them.
+
+    It is tried in float32, whatever the model's dtype, since rounding hides the differences of some.
+    """
+    same = layer_ops.Linear(
+        nn.Parameter(torch.eye(_TRIED_NUMBERS, dtype=torch.float32, device="cpu"), requires_grad=False), None
+    )
+
+    def agrees_with(activation: int) -> bool:
+        kernel = functools.partial(layer_ops.gated, gate=same, up=None, down=same, activation=activation)
+        return agrees(module, same.weight, _TRIED_NUMBERS, kernel, (same,))
+
+    return next(filter(agrees_with, layer_ops.ACTIVATIONS), None)
 
 
 def is_close(found: Tensor, expected: object) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import re
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvkeep.backends import choose, layer_ops, why
 from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
@@ -74,10 +75,10 @@ def prepare(model: nn.Module, fused: bool | None = None) -> None:
 def fuse_modules(model: nn.Module) -> int:
     """Replace modules by ones that call the native kernel, in place. Return how many were replaced.
 
-    Changed are norms by the root mean square, feed-forward layers ``down(act(gate(x)) * up(x))``, linear layers,
-    decoder layers and decoders made of these. Each is a single call then, for steps of a few rows outside of autograd;
-    everything else runs as before. Weights, names and `state_dict` stay as they are, so the model can still be saved
-    and trained, and hooks that come later are called.
+    Changed are RMS norms and layer norms, feed-forward layers ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``,
+    linear layers, decoder layers and decoders made of these. Each is a single call then, for steps of a few rows
+    outside of autograd; everything else runs as before. Weights, names and `state_dict` stay as they are, so the model
+    can still be saved and trained, and hooks that come later are called.
 
     Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
     or in another dtype, packed ones and those that another package has quantised, parts of compiled modules, and each
@@ -158,34 +159,37 @@ def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None
 
 
 def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
-    """Fuse a module if it is an RMS norm. Return whether it was fused."""
-    weight = getattr(module, "weight", None)
-    epsilon = epsilon_of(module)
-    if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
+    """Fuse a module if it is an RMS norm or a layer norm. Return whether it was fused."""
+    own, epsilon = module._parameters, epsilon_of(module)
+    weight, bias = own.get("weight"), own.get("bias")
+    if not isinstance(epsilon, float) or own.keys() - {"weight", "bias"} or any(module.children()):
         return False
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_kernels(weight):
+    if weight is None or weight.ndim != 1 or not all(is_kernels(part) for part in own.values() if part is not None):
         return False
 
-    def agrees_with(plus: float) -> bool:
-        kernel = functools.partial(layer_ops.norm, weight=weight, epsilon=epsilon, plus=plus)
-        return agrees(module, weight, len(weight), kernel)
+    def agrees_with(rule: tuple[float, bool]) -> bool:
+        kernel = functools.partial(layer_ops.norm, by=layer_ops.Norm(weight, epsilon, rule[0], bias, rule[1]))
+        # numbers around 0 hardly tell an RMS norm from a layer norm
+        return agrees(module, weight, len(weight), kernel, mean=1.0)
 
     key = alike(module)
     if key not in trials:
-        # gemma's norms multiply with 1 + weight, the others with weight
-        trials[key] = next(filter(agrees_with, (0.0, 1.0)), None)
-    if (plus := trials[key]) is None:
+        # gemma's and nemotron's norms multiply with 1 + weight, the others with weight
+        trials[key] = next(filter(agrees_with, itertools.product((0.0, 1.0), (False, True))), None)
+    if (rule := trials[key]) is None:
         return False
-    vars(module)["_plus"] = plus  # first, since another thread may be in the module
+    vars(module).update(_plus=rule[0], _is_centred=rule[1])  # first, since another thread may be in the module
     module.__class__ = mixed(FusedNorm, type(module))
     return True
 
 
 def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
-    """Fuse a module if it is a gated feed-forward layer with SiLU or GELU. Return whether it was fused."""
+    """Fuse a module if it is a feed-forward layer with an activation of the kernel. Return whether it was fused."""
     if (parts := gate_parts(module)) is None:
         return False
-    _, gate, up, down = parts
+    linear, gate, up, down = parts
+    if any(part not in linear and [*part.parameters()] for part in module.children()):  # e.g. a whole decoder layer
+        return False
 
     def agrees_with(activation: int) -> bool:
         kernel = functools.partial(layer_ops.gated, gate=gate, up=up, down=down, activation=activation)

@@ -49,11 +49,23 @@ class LengthRule:
         """Return a value that is equal for text lengths with equal rotary frequencies."""
         return tuple(n > border for border in self.switches), tuple(n if n > border else 0 for border in self.grows)
 
-    def refusal(self, past: int, n: int) -> str | None:
-        """Return the reason why a memory of ``past`` tokens cannot be continued to ``n`` tokens; ``None`` if it can."""
-        if not past or self.key(past) == self.key(n):
+    def refusal(self, past: int, n: int, *, of: int = 0) -> str | None:
+        """Return the reason why a memory of ``past`` tokens cannot be continued to ``n`` tokens; ``None`` if it can.
+
+        Args:
+            past: tokens that the memory stands for.
+            n: tokens of the text that continues it.
+            of: tokens of the longer text from which the memory was cut back; 0: none.
+        """
+        if not past or self.key(past) == self.key(n) == self.key(max(past, of)):
             return None
-        border = min(border for border in (*self.switches, *self.grows) if n > border)
+        border = min(border for border in (*self.switches, *self.grows) if max(n, of) > border)
+        if self.key(past) == self.key(n):
+            return (
+                f"This model rotates keys by the length of the whole text, in another way beyond {border} tokens. The "
+                f"memory was made in a text of {of} tokens, and its keys would be wrong in one of {n}. Give the whole "
+                "text as one prompt."
+            )
         return (
             f"This model rotates keys by the length of the whole text, in another way beyond {border} tokens. The "
             f"memory stands for {past} tokens, and the new ones bring the text to {n}, where its keys would be wrong. "

@@ -451,7 +451,8 @@ def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> N
         InputError: there is no chat template, or it fails.
     """
     if raw or checkpoint.tokenizer.chat_template is None:
-        raise InputError("A `system` message needs a chat template. Put its text at the beginning of the text.")
+        why = "`raw` leaves the chat template out" if raw else f"{checkpoint.name} has no chat template"
+        raise InputError(f"{why}, so there is no place for a `system` message. Begin the text with it.")
     fill(checkpoint.tokenizer, [{"role": "system", "content": system}, {"role": "user", "content": "a"}])
 
 

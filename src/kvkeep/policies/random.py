@@ -37,7 +37,7 @@ class Random(Policy):
     sinks: int = option(0, "first tokens that are never evicted")
     buffer: int = option(1, "tokens that go at once; at most half of the budget", within=(1, math.inf))
 
-    presets: ClassVar[Mapping[str, str]] = {"bursts": "buffer=64,recent=64"}
+    presets: ClassVar[Mapping[str, str]] = {"bursts": "recent=64,buffer=64"}
     stochastic: ClassVar[bool] = True
     bibtex: ClassVar[str] = """@article{wang2026random,
   title   = {Random Attention: Rethinking {KV} Cache Eviction for Efficient Reasoning},

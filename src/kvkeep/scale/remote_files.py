@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvkeep.batch.input import COMPLETION
 from kvkeep.errors import InputError, one_line, pip_install
-from kvkeep.result_files import Lock, sync, sync_folder
+from kvkeep.result_files import Lock, is_address, sync, sync_folder
 from kvkeep.scale import EXTRA
 
 _PARQUET = (".parquet", ".pq")
@@ -32,11 +32,6 @@ _LOCAL = "file://"
 def is_foreign(source: str) -> bool:
     """Return whether an input is no local JSONL file or pipe: an address, a Parquet file, or a folder."""
     return is_address(source) or is_parquet(source) or os.path.isdir(source)
-
-
-def is_address(name: str) -> bool:
-    """Return whether a name has a scheme, such as ``s3://``."""
-    return "://" in name
 
 
 def is_parquet(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,14 +156,20 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
     named = re.findall(r"{(\w+)", path)
     extra: dict[str, Any] = {"parameters": [{**_IN_PATH, "name": name} for name in named]} if named else {}
     if body is not None:
-        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-        for name, part in schema.pop("$defs", {}).items():
-            # FastAPI does not put these definitions into the components of the document, where references lead
-            schema = _inlined(schema, name, part)
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema_of(body)}}}
     app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
     if method == "GET":  # load balancers ask for the status alone
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
+
+
+@functools.cache  # a router and its replicas in one process have the same bodies
+def _schema_of(body: type[Body]) -> dict[str, Any]:
+    """Return the JSON schema of a body, without references; it is not to be changed."""
+    schema: dict[str, Any] = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, part in schema.pop("$defs", {}).items():
+        # FastAPI does not put these definitions into the components of the document, where references lead
+        schema = _inlined(schema, name, part)
+    return schema
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:

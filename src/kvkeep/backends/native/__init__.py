@@ -138,17 +138,16 @@ class NativeBackend(Backend):
     def repeat(self, step: FusedStep) -> Repeat | None:
         """Return the step as packed arguments that are given other tokens only.
 
-        Return ``None`` if something else changes with each token, such as angles of slot positions or bits in rings,
-        or if the model has sinks.
+        Return ``None`` if something else changes with each token, such as bits in rings, or if the model has sinks.
         """
         limits = step.limits
-        if self._rotation is not None or step.added.ring is not None or step.options.sinks is not None:
+        if step.added.ring is not None or step.options.sinks is not None:
             return None
         counters = [counter for counter in (limits.seen, limits.prompt) if counter is not None]
         if any(counter.dtype != torch.int64 for counter in counters):
             return None  # the kernel would be given a copy, and go on reading it
         call = self._packed(step)
-        return None if call is None else ops.NativeRepeat(call)
+        return None if call is None else ops.NativeRepeat(call, self._rotation)
 
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""

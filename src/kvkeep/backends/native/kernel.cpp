@@ -227,7 +227,7 @@ constexpr int64_t LOOPS = 16;  // of a layer, at most
 
 // What the layers need beside their tokens: the room of the layer that needs most.
 struct Room {
-    static constexpr int PARTS = 7;
+    static constexpr int PARTS = 8;
     int64_t sizes[PARTS] = {};
 
     void add(const LayerStep &layer) {
@@ -236,10 +236,21 @@ struct Room {
         const int64_t mine[PARTS] = {
             floats(b.all[0].outputs), floats(b.all[1].outputs), floats(b.all[2].outputs),
             floats(layer.behind.attention_width), floats(b.width), floats(2 * b.width + layer.behind.gate.outputs),
-            up(2 * b.rows, W)};
+            up(2 * b.rows, W), floats(2 * layer.step.attend.half)};
         for (int i = 0; i < PARTS; i++) sizes[i] = std::max(sizes[i], mine[i]);
     }
 };
+
+// Write the cosines of each row, then its sines, as Attend takes them to rotate back. The model's come twice, for either
+// half of a head.
+char *rotation_back(const Attend &a, const Angles &angles, char *to) {
+    const int64_t bytes = bytes_of(a.type), half = a.half * bytes;
+    for (int64_t row = 0; row < a.rows; row++) {
+        std::memcpy(to + 2 * row * half, angles.cosines + row * angles.cosine_row * bytes, half);
+        std::memcpy(to + (2 * row + 1) * half, angles.sines + row * angles.sine_row * bytes, half);
+    }
+    return to;
+}
 
 // The tokens' positions are the numbers of tokens that the rows have seen, which are counted here. Returns -1 if nothing
 // has changed, and 1 if the slots hold the tokens and there was no memory for what is behind attention.
@@ -263,6 +274,7 @@ int64_t layer_step(const LayerStep &kept, const Angles &angles, int64_t threads,
     step.new_keys = (char *)parts[1], step.new_key_row = all[1].outputs, step.new_key_head = before.dim;
     step.new_values = (char *)parts[2], step.new_value_row = all[2].outputs, step.new_value_head = before.dim;
     a.now = positions, a.now_row = 1, a.out = (char *)parts[3];
+    if (a.back) a.back = rotation_back(a, angles, (char *)parts[7]);
     if (kvkeep_step(&step)) {
         for (int64_t row = 0; row < rows; row++) seen[row * step.seen_row]--;
         return -1;

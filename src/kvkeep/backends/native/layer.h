@@ -1,25 +1,20 @@
 // What a decoder layer does before and behind its attention, for a few tokens: norm, query, key and value, rotation; and
-// output, norm and the gated feed-forward layer, each with what it is added to.
+// output, norm and the feed-forward layer, each with what it is added to.
 
 #pragma once
 
 #include "codes.h"
 #include "small.h"
 
-// A norm by the root mean square; no weight: none.
-extern "C" struct Scaled {
-    const char *weight;
-    double epsilon, plus;  // as in Norm
-};
-
-// Queries, keys and values of a token per row, queries and keys rotated to the row's position.
+// Queries, keys and values of a token per row, queries and keys rotated to the row's position, queries scaled.
 extern "C" struct Before {
     int64_t rows, width, threads, type;
     const char *x;
     char *scratch;  // rows x width elements
     Scaled norm;
     Weights all[3];  // of queries, keys and values
-    int64_t dim, rotary_dim;  // dims of a head, and the first of them that are rotated
+    int64_t dim, rotary_dim;  // dims of a head, and the first of them that are rotated; 0: none
+    double query_scale;       // 1: none
     Scaled each[2];       // of the heads of queries, and of keys
     const char *cosines, *sines;  // `rotary_dim` for each row
     int64_t cosine_row, sine_row;
@@ -67,26 +62,33 @@ void rotate_head(const Before &b, int64_t row, typename X::T *head, float *room)
     narrow_all(b.type, x, b.rotary_dim, (char *)head);
 }
 
+// Multiply a head by a number, in place.
+template <class X>
+void scale_head(typename X::T *head, int64_t dim, float by) {
+    const int64_t whole = dim - dim % (2 * W), rest = dim - whole;
+    const auto scaled = [&](Pair part) -> Pair { return {part.a * by, part.b * by}; };
+    for (int64_t i = 0; i < whole; i += 2 * W) X::narrow(scaled(X::widen(head + i)), head + i);
+    if (rest) narrow<X>(scaled(widen<X>(head + whole, rest)), head + whole, rest);
+}
+
 inline int64_t head_floats(int64_t dim) { return 5 * up(dim, 2 * W); }
 
 template <class X>
 int64_t before_as(const Before &b) {
     typedef typename X::T T;
-    if (norm_as<X>({b.rows, b.width, b.threads, b.type, b.x, b.norm.weight, b.scratch, b.norm.epsilon, b.norm.plus}))
-        return -1;
+    if (norm_as<X>({b.rows, b.width, b.threads, b.type, b.x, b.scratch, b.norm})) return -1;
     const Weights *all = b.all;
     if (products_as<X>({b.rows, b.width, b.threads, b.type, b.scratch, 3, {all[0], all[1], all[2]}})) return -1;
+    const bool is_scaled = b.query_scale != 1.0;
+    if (!b.rotary_dim && !is_scaled && !b.each[0].weight && !b.each[1].weight) return 0;
     const int64_t heads[] = {all[0].outputs / b.dim, all[1].outputs / b.dim}, every = heads[0] + heads[1];
     const auto work = [&](int64_t i, float *room) {
         const int64_t row = i / every, at = i % every, keys = at >= heads[0];
         const int64_t own = keys ? at - heads[0] : at;
         T *head = (T *)all[keys].out + (row * heads[keys] + own) * b.dim;
-        const Scaled &norm = b.each[keys];
-        if (norm.weight) {
-            const Norm by = {1, b.dim, 1, b.type, nullptr, norm.weight, nullptr, norm.epsilon, norm.plus};
-            norm_row<X>(by, head, head);
-        }
-        rotate_head<X>(b, row, head, room);
+        if (b.each[keys].weight) norm_row<X>(b.each[keys], b.dim, head, head);
+        if (b.rotary_dim) rotate_head<X>(b, row, head, room);
+        if (is_scaled && !keys) scale_head<X>(head, b.dim, (float)b.query_scale);
     };
     const int64_t n = b.rows * every;
     return for_each(n, n * b.dim * (int64_t)sizeof(T), b.threads, head_floats(b.dim), work) ? 0 : -1;
@@ -107,7 +109,7 @@ void add_all(const char *a, const char *b, int64_t n, char *to) {
 template <class X>
 int64_t norm_added(const Behind &b, const Scaled &norm, char *x) {
     if (!norm.weight) return 0;
-    return norm_as<X>({b.rows, b.width, b.threads, b.type, x, norm.weight, x, norm.epsilon, norm.plus});
+    return norm_as<X>({b.rows, b.width, b.threads, b.type, x, x, norm});
 }
 
 template <class X>
@@ -119,7 +121,7 @@ int64_t behind_as(const Behind &b) {
     if (products_as<X>({b.rows, b.attention_width, b.threads, b.type, b.attention, 1, {output}})) return -1;
     if (norm_added<X>(b, b.added[0], part)) return -1;
     add_all<X>(b.x, part, n, y);
-    if (norm_as<X>({b.rows, b.width, b.threads, b.type, y, b.norm.weight, part, b.norm.epsilon, b.norm.plus})) return -1;
+    if (norm_as<X>({b.rows, b.width, b.threads, b.type, y, part, b.norm})) return -1;
     if (gated_as<X>({b.rows, b.width, b.threads, b.type, part, between, b.gate, b.up, down, b.activation})) return -1;
     if (norm_added<X>(b, b.added[1], down.out)) return -1;
     add_all<X>(y, down.out, n, down.out);

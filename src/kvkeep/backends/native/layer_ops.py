@@ -44,18 +44,20 @@ takes as long as a product with 32 rows, and then torch's is faster by a third; 
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
 
-SILU, GELU = ACTIVATIONS = (0, 1)
-"""The kernel's activations of a gate; GELU is the approximation with tanh."""
+SILU, GELU, RELU, RELU_SQUARED = ACTIVATIONS = (0, 1, 2, 3)
+"""The kernel's activations; GELU is the approximation with tanh."""
 
 _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
-# structs of small.h: the heads of Products and Gated, Weights, and Norm
+# structs of small.h: the heads of Products and Gated, Weights, and Norm with its Scaled
 _HEAD = struct.Struct("4q 2q")
 _WEIGHTS = struct.Struct("6q")
-_NORM = struct.Struct("4q 3q 2d")
+_NORM = struct.Struct("4q 2q 3q2d")
 _NUMBER = struct.Struct("q")
 _MOST_WEIGHTS = 3  # of Products
 _NO_WEIGHTS = bytes(_WEIGHTS.size)
+_NONE = (0,) * 6
+"""Fields of weights that are missing."""
 
 
 @functools.cache
@@ -193,36 +195,66 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) ->
 def gated(
     x: Float[Tensor, "*n in"],
     gate: nn.Linear | Linear,
-    up: nn.Linear | Linear,
+    up: nn.Linear | Linear | None,
     down: nn.Linear | Linear,
     activation: int = SILU,
 ) -> Float[Tensor, "*n out"] | None:
-    """Compute ``down(activation(gate(x)) * up(x))`` for a few rows; ``None`` if the kernel cannot do it."""
+    """Compute ``down(activation(gate(x)) * up(x))`` for a few rows, or ``down(activation(gate(x)))`` without ``up``.
+
+    Return ``None`` if the kernel cannot do it.
+    """
     library, width, inner = library_for(x), x.shape[-1], gate.out_features
-    if library is None or not (fits(gate, x, width) and fits(up, x, width) and fits(down, x, inner)):
+    if library is None or not (_are_inner(gate, up, x, width) and fits(down, x, inner)):
         return None
     rows = x.numel() // width
-    if rows > most_rows(x.dtype, (gate, up, down)) or up.out_features != inner:
+    if rows > most_rows(x.dtype, _present(gate, up, down)):
         return None
     between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
-    packed = _head(x, rows, between.data_ptr()) + _packed(gate, 0) + _packed(up, 0) + _packed(down, out.data_ptr())
+    packed = _head(x, rows, between.data_ptr()) + _packed(gate, 0)
+    packed += (_NO_WEIGHTS if up is None else _packed(up, 0)) + _packed(down, out.data_ptr())
     return None if library.kvkeep_gated(packed + _NUMBER.pack(activation)) else out
 
 
-def norm(
-    x: Float[Tensor, "*n width"], weight: Float[Tensor, " m"], epsilon: float, *, plus: float
-) -> Float[Tensor, "*n width"] | None:
-    """Divide rows by their root mean square, and multiply them by the weight plus ``plus``; ``None`` if the kernel
-    cannot.
+def _present(*layers: nn.Linear | Linear | None) -> list[nn.Linear | Linear]:
+    """Return the layers that are not ``None``."""
+    return [layer for layer in layers if layer is not None]
+
+
+def _are_inner(gate: nn.Linear | Linear, up: nn.Linear | Linear | None, x: Tensor, width: int) -> bool:
+    """Return whether the first products of a feed-forward layer take rows like ``x`` and have equal outputs."""
+    if not fits(gate, x, width):
+        return False
+    return up is None or (fits(up, x, width) and up.out_features == gate.out_features)
+
+
+class Norm(NamedTuple):
+    """A norm by the root mean square: the weight, plus ``plus``, times a row over its root mean square, plus the bias.
+
+    Attributes:
+        weight: ``(width,)``.
+        epsilon: is added to the mean of the squares.
+        plus: is added to the weight.
+        bias: ``(width,)``; ``None``: none is added.
+        is_centred: whether the row's mean is subtracted first, as a layer norm does.
     """
+
+    weight: Float[Tensor, " width"]
+    epsilon: float
+    plus: float = 0.0
+    bias: Float[Tensor, " width"] | None = None
+    is_centred: bool = False
+
+
+def norm(x: Float[Tensor, "*n width"], by: Norm) -> Float[Tensor, "*n width"] | None:
+    """Norm the last axis; return ``None`` if the kernel cannot."""
     library, width = library_for(x), x.shape[-1]
-    if library is None or not matches(weight, x, (width,)):
+    if library is None or not _is_norm(by, x, width):
         return None
     out = torch.empty_like(x)
     packed = _NORM.pack(
         *(x.numel() // width, width, torch.get_num_threads(), TYPES[x.dtype]),
-        *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
-        *(epsilon, plus),
+        *(x.data_ptr(), out.data_ptr()),
+        *_scaled(by),
     )
     return None if library.kvkeep_norm(packed) else out
 
@@ -287,36 +319,27 @@ def is_readable(weight: object) -> TypeGuard[Tensor]:
 
 
 # structs of layer.h
-_BEFORE = struct.Struct("6q q2d 18q 2q q2d q2d 4q")
-_BEHIND = struct.Struct("8q 24q q2d q2d q2d q")
+_BEFORE = struct.Struct("6q 3q2d 18q 2qd 3q2d 3q2d 4q")
+_BEHIND = struct.Struct("8q 24q 3q2d 3q2d 3q2d q")
 _ANGLES = struct.Struct("4q")
 _MODEL_STEP = struct.Struct("5q")
 _STEP_HEAD = struct.Struct("8q")  # of Attend
 
 
-class Norm(NamedTuple):
-    """A norm by the root mean square: the weight, plus ``plus``, times a row over its root mean square.
-
-    Attributes:
-        weight: ``(width,)``.
-        epsilon: is added to the mean of the squares.
-        plus: is added to the weight.
-    """
-
-    weight: Float[Tensor, " width"]
-    epsilon: float
-    plus: float
+Angles: TypeAlias = tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
+"""Cosines and sines of the rows' positions, each ``(B, 1, rotary_dim)`` or ``(1, 1, rotary_dim)``."""
 
 
 class Before:
-    """Query, key and value of the norm of a layer's input, query and key rotated.
+    """Query, key and value of the norm of a layer's input, query and key rotated, the query scaled.
 
     Args:
         norm: of the rows.
         layers: of queries, keys and values.
         each: norms of the heads of queries and of keys; ``None``: there is none.
         dim: number of dims of a head.
-        rotary_dim: how many of them, the first ones, are rotated: the first half of these against the second.
+        rotary_dim: how many of them, the first ones, are rotated: the first half of these against the second. 0: none.
+        query_scale: what queries are multiplied with.
     """
 
     def __init__(
@@ -326,29 +349,30 @@ class Before:
         each: Sequence[Norm | None],
         dim: int,
         rotary_dim: int,
+        query_scale: float = 1.0,
     ) -> None:
         like, width = norm.weight, len(norm.weight)
         outputs = [layer.out_features for layer in layers]
         self._is_known = (
-            (0 < rotary_dim <= dim and rotary_dim % 2 == 0)
+            (0 <= rotary_dim <= dim and rotary_dim % 2 == 0)
             and outputs[1] == outputs[2]  # else heads of values have another number of dims
             and _is_norm(norm, like, width)
             and all(head is None or _is_norm(head, like, dim) for head in each)
             and all(fits(layer, like, width) and layer.out_features % dim == 0 for layer in layers)
         )
-        self._dtype, self._width, self._dim, self._rotary_dim = like.dtype, width, dim, rotary_dim
+        self._dtype, self._width, self._dim, self.rotary_dim = like.dtype, width, dim, rotary_dim
         self._heads, self._most_rows = [n // dim for n in outputs], most_rows(like.dtype, layers)
         self._norm, (self._query, self._key, self._value) = _scaled(norm), map(_weights, layers)
-        self._rest = dim, rotary_dim, *_scaled(each[0]), *_scaled(each[1])
+        self._rest = dim, rotary_dim, query_scale, *_scaled(each[0]), *_scaled(each[1])
 
     def __call__(
-        self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
+        self, x: Float[Tensor, "B 1 width"], angles: Angles | None
     ) -> tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]] | None:
         """Compute query, key and value of a token per row; return ``None`` if the kernel cannot.
 
         Args:
             x: a token per row.
-            angles: cosines and sines of the rows' positions, each ``(B, 1, rotary_dim)`` or ``(1, 1, rotary_dim)``.
+            angles: of the rows; ``None`` if nothing is rotated.
         """
         library, (B, T, width), D = library_for(x), x.shape, self._dim
         if library is None or not self._is_known or x.dtype != self._dtype or width != self._width or T != 1:
@@ -393,12 +417,16 @@ class Before:
             or not dim == value_dim == self._dim
         ):
             return False
+        if step.rotated_dims not in (0, self.rotary_dim):
+            return False
         heads = [kv_heads * group, kv_heads, kv_heads]
         return self._heads == heads and behind.attended == heads[0] * dim
 
-    def takes_angles(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
-        """Return whether the kernel can rotate the rows of ``x`` by these angles."""
-        return all(_are_angles(part, x, self._rotary_dim) for part in angles)
+    def takes_angles(self, x: Tensor, angles: Angles | None) -> bool:
+        """Return whether the kernel can rotate the rows of ``x`` by these angles, if it has to."""
+        if not self.rotary_dim:
+            return True
+        return angles is not None and all(_are_angles(part, x, self.rotary_dim) for part in angles)
 
     def reads(self, x: Tensor, rows: int) -> bool:
         """Return whether the kernel can read a token for each of the rows."""
@@ -412,10 +440,10 @@ class Behind:
         output: the projection of attention.
         norm: of the sum.
         gate: half of the feed-forward layer's first product.
-        up: the other half.
+        up: the other half; ``None``: there is none, and nothing is multiplied with it.
         down: the feed-forward layer's second product.
         added: norms of what is added to ``x``, and of what is added to ``y``; ``None``: there is none.
-        activation: of the gate, one of `ACTIVATIONS`.
+        activation: of the gate's outputs, one of `ACTIVATIONS`.
     """
 
     def __init__(
@@ -423,7 +451,7 @@ class Behind:
         output: nn.Linear,
         norm: Norm,
         gate: nn.Linear | Linear,
-        up: nn.Linear | Linear,
+        up: nn.Linear | Linear | None,
         down: nn.Linear | Linear,
         *,
         added: Sequence[Norm | None] = (None, None),
@@ -431,16 +459,17 @@ class Behind:
     ) -> None:
         like, width, inner = norm.weight, len(norm.weight), gate.out_features
         self.dtype, self.width, self._inner, self.attended = like.dtype, width, inner, output.in_features
-        self.most_rows = most_rows(like.dtype, (output, gate, up, down))
+        self.most_rows = most_rows(like.dtype, _present(output, gate, up, down))
         self.is_known = (
-            (output.out_features == width and up.out_features == inner and down.out_features == width)
+            (output.out_features == width and down.out_features == width)
             and _is_norm(norm, like, width)
             and all(more is None or _is_norm(more, like, width) for more in added)
             and fits(output, like, self.attended)
-            and (fits(gate, like, width) and fits(up, like, width) and fits(down, like, inner))
+            and (_are_inner(gate, up, like, width) and fits(down, like, inner))
         )
         # 0: the kernel puts these outputs into the scratch
-        within = [number for layer in (output, gate, up) for number in _weights(layer).fields(0)]
+        each = (_NONE if layer is None else _weights(layer).fields(0) for layer in (output, gate, up))
+        within = [number for fields in each for number in fields]
         self._within, self._down = within, _weights(down)
         self._rest = *_scaled(norm), *_scaled(added[0]), *_scaled(added[1]), activation
 
@@ -494,7 +523,8 @@ class ModelStep:
 
     def __init__(self, layers: Sequence[LayerStep]) -> None:
         self._rows: int = _STEP_HEAD.unpack_from(layers[0][1].packed)[0]
-        self._first, self._first_of_kind = layers[0][0], {kind: before for before, _, _, kind in layers}
+        self._first = layers[0][0]
+        self._ways_to_rotate = {(kind, before.rotary_dim): before for before, _, _, kind in layers}
         self.fits = all(before.leads_to(behind, step) for before, step, behind, _ in layers)
         self._count, packed = len(layers), b""
         if self.fits:
@@ -505,12 +535,12 @@ class ModelStep:
             packed = b"".join(each)
         self._kept = ctypes.create_string_buffer(packed, len(packed))
 
-    def __call__(self, x: Float[Tensor, "B 1 width"], angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    def __call__(self, x: Float[Tensor, "B 1 width"], angles: Sequence[Angles | None]) -> bool:
         """Replace ``x`` by the output of the last layer, and count the tokens in the layers' `Block.seen`.
 
         Args:
             x: a token per row, which goes into the first layer.
-            angles: cosines and sines of the rows' positions for each kind of layer, see `Before`.
+            angles: of the rows, for each kind of layer, see `Before`.
 
         Returns:
             Whether the kernel could run the step; if not, nothing has changed.
@@ -521,7 +551,7 @@ class ModelStep:
         library = library_for(x)
         if library is None or not self.fits or not self._first.reads(x, self._rows):
             return False
-        if not all(before.takes_angles(x, angles[kind]) for kind, before in self._first_of_kind.items()):
+        if not all(before.takes_angles(x, angles[kind]) for (kind, _), before in self._ways_to_rotate.items()):
             return False
         places_of_angles = b"".join(_ANGLES.pack(*addresses(each)) for each in angles)
         kept, turns = ctypes.addressof(self._kept), ctypes.create_string_buffer(places_of_angles)
@@ -534,8 +564,10 @@ class ModelStep:
         return not failed
 
 
-def addresses(angles: tuple[Tensor, Tensor]) -> tuple[int, int, int, int]:
-    """Return the addresses of cosines and sines, and how far apart their rows are."""
+def addresses(angles: Angles | None) -> tuple[int, int, int, int]:
+    """Return the addresses of cosines and sines, and how far apart their rows are; zeros without angles."""
+    if angles is None:
+        return 0, 0, 0, 0
     cosines, sines = angles
     return cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)
 
@@ -566,9 +598,11 @@ def _weights(layer: nn.Linear | Linear) -> _Weights:
     return _Weights(_address(weight), _address(layer.bias), layer.out_features, bits, group)
 
 
-def _scaled(norm: Norm | None) -> tuple[int, float, float]:
-    """Return a norm's weight address, epsilon and what is added to its weight; zeros without a norm."""
-    return (0, 0.0, 0.0) if norm is None else (_address(norm.weight), norm.epsilon, norm.plus)
+def _scaled(norm: Norm | None) -> tuple[int, int, int, float, float]:
+    """Return the fields of the kernel's struct of a norm; zeros without a norm."""
+    if norm is None:
+        return 0, 0, 0, 0.0, 0.0
+    return _address(norm.weight), _address(norm.bias), norm.is_centred, norm.epsilon, norm.plus
 
 
 def _address(weight: Tensor | None) -> int:
@@ -578,7 +612,9 @@ def _address(weight: Tensor | None) -> int:
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
     """Return whether the kernel can compute this norm for inputs like ``like``."""
-    return norm.weight.dtype in TYPES and matches(norm.weight, like, (width,))
+    if not matches(norm.weight, like, (width,)) or norm.weight.dtype not in TYPES:
+        return False
+    return norm.bias is None or matches(norm.bias, like, (width,))
 
 
 def _are_angles(angles: Tensor, x: Tensor, dim: int) -> bool:

@@ -19,6 +19,7 @@ from kvkeep.backends.base import Added, AttentionInputs, Ring, SlotLimits, Wante
 from kvkeep.backends.native import bindings
 from kvkeep.backends.native.bindings import LAST, KeyRotation, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.kv.slot_codec import pieces
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Ranges, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
@@ -32,6 +33,9 @@ _STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q 2q d 3q")
 _RING = struct.Struct("6q 2q")
 _TOKEN_HEAD, _OUT, _NEW = struct.Struct("8q 3q"), struct.Struct("2q q"), struct.Struct("3q 3q")
 _QUERY_END, _NOW = _TOKEN_HEAD.size, _TOKEN_HEAD.size + struct.calcsize("4q 4q 3q")
+_ADDRESS = struct.Struct("q")
+_BACK = struct.calcsize("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d q")
+"""Where the address of `KeyRotation.back` lies in the arguments of attention."""
 
 
 def attend(  # noqa: PLR0913  all that the kernel is told
@@ -157,16 +161,18 @@ class NativeRepeat:
 
     Args:
         step: a step of a token.
+        rotation: the model's rotary embedding, under slot positions.
 
     Attributes:
         packed: the arguments of the kernel with the addresses of that token.
         within: a larger call that this step has become a part of.
+        rotated_dims: how many dims of a head are rotated back under slot positions; 0 under true ones.
     """
 
     packed: bytes
     within: Any
 
-    def __init__(self, step: NativeStep) -> None:
+    def __init__(self, step: NativeStep, rotation: Rotation | None = None) -> None:
         packed, (query, keys, values) = step.attention + step.rest, step.token
         new = len(step.attention)
         self.packed, self.within, self._tables = packed, None, step.tables
@@ -175,7 +181,8 @@ class NativeRepeat:
         self._slots = packed[_QUERY_END:_NOW]
         self._asked, self._limits = packed[_NOW + _OUT.size : new], packed[new + _NEW.size :]
         self._query, self._keys, self._values = (_kind(tensor) for tensor in (query, keys, values))
-        self._out = step.out.shape
+        self._out, self._rotation = step.out.shape, rotation
+        self.rotated_dims = 0 if rotation is None else 2 * len(rotation.frequencies)
 
     def takes(
         self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
@@ -199,6 +206,9 @@ class NativeRepeat:
             *(query.data_ptr(), *query.stride()[:2]),
         )
         packed = head + self._slots + _OUT.pack(now.data_ptr(), now.stride(0), out.data_ptr()) + self._asked
+        if self._rotation is not None:
+            back = self._rotation.angles_now(now, query.dtype)  # it must live as long as the call
+            packed = packed[:_BACK] + _ADDRESS.pack(back.data_ptr()) + packed[_BACK + _ADDRESS.size :]
         packed += _NEW.pack(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2])
         return None if self.library.kvkeep_step(packed + self._limits) else out
 
@@ -282,7 +292,8 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     )
     packed += bindings.packed(codes)
     held = (ranges.starts, ranges.sizes) if ranges else ()
-    return _Attention(packed, results, (sinks, *(turn or ()), *held), (counted, gains, newest))
+    angles, back = (None, None) if turn is None else turn
+    return _Attention(packed, results, (sinks, back, *held), (counted, gains, newest, angles))
 
 
 # Attention of many tokens per row in the kernel.

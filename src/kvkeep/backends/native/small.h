@@ -28,20 +28,28 @@ extern "C" struct Products {
     Weights all[3];
 };
 
-// down(activation(gate(x)) * up(x)), in `scratch` of rows x inner elements.
+// down(activation(gate(x)) * up(x)), in `scratch` of rows x inner elements; without weights of up: down(activation(gate(x))).
 extern "C" struct Gated {
     int64_t rows, width, threads, type;
     const char *x;
     char *scratch;
     Weights gate, up, down;
-    int64_t activation;  // 0: SiLU; 1: GELU by its approximation with tanh
+    int64_t activation;  // 0: SiLU; 1: GELU by its approximation with tanh; 2: ReLU; 3: its square
+};
+
+// A norm by the root mean square, of what is left of a row without its mean if it is centred (a layer norm). No weight:
+// there is no norm.
+extern "C" struct Scaled {
+    const char *weight, *bias;  // no bias: null
+    int64_t centred;
+    double epsilon, plus;  // plus is added to the weight
 };
 
 extern "C" struct Norm {
     int64_t rows, width, threads, type;
-    const char *x, *weight;
+    const char *x;
     char *out;
-    double epsilon, plus;  // plus is added to the weight
+    Scaled by;
 };
 
 namespace {
@@ -223,6 +231,13 @@ inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 // GELU by its usual approximation: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 inline Floats gelu(Floats x) { return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x))); }
 
+inline Floats activated(int64_t activation, Floats x) {
+    if (activation == 0) return silu(x);
+    if (activation == 1) return gelu(x);
+    const Floats some = select(x < 0.0f, Floats{}, x);  // NaN stays
+    return activation == 2 ? some : some * some;
+}
+
 template <class X>
 int64_t gated_as(const Gated &g) {
     const int64_t inner = g.gate.outputs;
@@ -233,10 +248,10 @@ int64_t gated_as(const Gated &g) {
         const int64_t first = i * EACH, some = std::min(EACH, inner - first);
         float *gate = scratch, *up = scratch + g.rows * EACH;
         product<X>(g.gate, in, first, some, gate);
-        product<X>(g.up, in, first, some, up);
+        if (g.up.weight) product<X>(g.up, in, first, some, up);
         for (int64_t at = 0; at < g.rows * EACH; at += W) {
-            const Floats x = load<Floats>(gate + at);
-            store(gate + at, (g.activation ? gelu(x) : silu(x)) * load<Floats>(up + at));
+            const Floats x = activated(g.activation, load<Floats>(gate + at));
+            store(gate + at, g.up.weight ? x * load<Floats>(up + at) : x);
         }
         write<X>(gate, g.rows, inner, first, some, g.scratch);
     };
@@ -244,29 +259,56 @@ int64_t gated_as(const Gated &g) {
     return products_as<X>({g.rows, inner, g.threads, g.type, g.scratch, 1, {g.down}});
 }
 
-// A row over its root mean square, times the weight.
+// The mean of a row.
 template <class X>
-void norm_row(const Norm &norm, const typename X::T *x, typename X::T *out) {
-    const typename X::T *weight = (const typename X::T *)norm.weight;
-    const int64_t whole = norm.width - norm.width % (2 * W), rest = norm.width - whole;
-    const float plus = (float)norm.plus;
+float mean(const typename X::T *x, int64_t width) {
+    const int64_t whole = width - width % (2 * W), rest = width - whole;
+    Floats total = {};
+    for (int64_t i = 0; i < whole; i += 2 * W) total += X::widen(x + i).a + X::widen(x + i).b;
+    if (rest) total += widen<X>(x + whole, rest).a + widen<X>(x + whole, rest).b;
+    return sum(total) / (float)width;
+}
+
+// Ones in the lanes of the first n elements, zeros in the others.
+template <class X>
+Pair lanes(int64_t n) {
+    typename X::T ones[2 * W];
+    X::narrow({all(1.0f), all(1.0f)}, ones);
+    return widen<X>(ones, n);
+}
+
+// A row, without its mean if the norm is centred, over its root mean square, times the weight, plus the bias.
+template <class X>
+void norm_row(const Scaled &by, int64_t width, const typename X::T *x, typename X::T *out) {
+    const typename X::T *weight = (const typename X::T *)by.weight, *bias = (const typename X::T *)by.bias;
+    const int64_t whole = width - width % (2 * W), rest = width - whole;
+    const float plus = (float)by.plus, middle = by.centred ? mean<X>(x, width) : 0.0f;
     Floats squares = {};
     const auto add = [&](Pair part) { squares = squares + part.a * part.a + part.b * part.b; };
-    for (int64_t i = 0; i < whole; i += 2 * W) add(X::widen(x + i));
-    if (rest) add(widen<X>(x + whole, rest));
-    const float scale = 1.0f / std::sqrt(sum(squares) / (float)norm.width + (float)norm.epsilon);
-    const auto scaled = [&](Pair part, Pair by) -> Pair {
-        return {part.a * scale * (by.a + plus), part.b * scale * (by.b + plus)};
+    const auto less = [&](Pair part) -> Pair { return {part.a - middle, part.b - middle}; };
+    for (int64_t i = 0; i < whole; i += 2 * W) add(less(X::widen(x + i)));
+    if (rest) {
+        const Pair part = less(widen<X>(x + whole, rest)), held = lanes<X>(rest);
+        add({part.a * held.a, part.b * held.b});
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / (float)width + (float)by.epsilon);
+    const auto scaled = [&](Pair part, Pair weight, Pair more) -> Pair {
+        return {part.a * scale * (weight.a + plus) + more.a, part.b * scale * (weight.b + plus) + more.b};
     };
-    for (int64_t i = 0; i < whole; i += 2 * W) X::narrow(scaled(X::widen(x + i), X::widen(weight + i)), out + i);
-    if (rest) narrow<X>(scaled(widen<X>(x + whole, rest), widen<X>(weight + whole, rest)), out + whole, rest);
+    for (int64_t i = 0; i < whole; i += 2 * W) {
+        const Pair more = bias ? X::widen(bias + i) : Pair{};
+        X::narrow(scaled(less(X::widen(x + i)), X::widen(weight + i), more), out + i);
+    }
+    if (!rest) return;
+    const Pair more = bias ? widen<X>(bias + whole, rest) : Pair{};
+    narrow<X>(scaled(less(widen<X>(x + whole, rest)), widen<X>(weight + whole, rest), more), out + whole, rest);
 }
 
 template <class X>
 int64_t norm_as(const Norm &norm) {
     typedef typename X::T T;
     const auto work = [&](int64_t row, float *) {
-        norm_row<X>(norm, (const T *)norm.x + row * norm.width, (T *)norm.out + row * norm.width);
+        norm_row<X>(norm.by, norm.width, (const T *)norm.x + row * norm.width, (T *)norm.out + row * norm.width);
     };
     return for_each(norm.rows, norm.rows * norm.width * (int64_t)sizeof(T), norm.threads, 0, work) ? 0 : -1;
 }

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from kvkeep.errors import InputError, closest
-from kvkeep.evals.grid import split_arms
+from kvkeep.evals.arms import split_arms
 from kvkeep.evals.report import Table
 from kvkeep.evals.results import Row, of_task
 from kvkeep.kv.slot_codec import check_bits

@@ -12,8 +12,9 @@ import torch
 
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import task
+from kvkeep.evals.arms import PolicyArm, split_arms
 from kvkeep.evals.forward import PLAIN, Setup
-from kvkeep.evals.grid import PolicyArm, RequestedBudget, split_arms
+from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tune.documents import UserQuestion, own, planted
 from kvkeep.evals.tune.measure import (

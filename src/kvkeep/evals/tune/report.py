@@ -58,7 +58,7 @@ def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
     if one == result.found.chosen:
         return "chosen"
     if not result.promises:
-        return "at the target" if found.share >= result.target else "below it"
+        return "at the target" if found.share >= result.target else "below target"
     return "passes" if found.passes(result.target) else "fails"
 
 
@@ -116,11 +116,15 @@ def _doubt(result: TuneResult) -> str:
         )
     enough, among = needed(result.target, answered / documents)
     of_texts = f" about {among} texts" if enough > among else ""
-    shown = f" show {_percent(most(answered, documents))} at most, and" if documents > 1 else ""
     said = "One question" if answered == 1 else f"{answered} questions"
+    shown = (
+        f": if all are right, they show that {_percent(most(answered, documents))} or more is kept"
+        if documents > 1
+        else ""
+    )
     return (
-        f"{said}{shown} cannot promise {result.target:.4g}: it takes {enough} questions{of_texts} that the full cache "
-        "answers."
+        f"{said} cannot promise {result.target:.4g}{shown}. That takes {enough} questions{of_texts} that the full "
+        "cache answers."
     )
 
 

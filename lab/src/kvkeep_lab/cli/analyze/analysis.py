@@ -95,7 +95,7 @@ def _measure(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, 
         report.write(folder, drawn=drawn, note=f"This page is not finished: {rest}.")
 
     with resumable(), staged() as on_stage:
-        run(job, writer, folder, lambda what, share: on_stage(f"{what} ({rest})", share), on_record)
+        run(job, writer, folder, lambda what, share: on_stage(f"{rest}: {what}", share), on_record)
     return None
 
 
