@@ -204,8 +204,10 @@ def group_size(dim: int) -> int:
 
 
 def n_normals(dim: int) -> int:
-    """Return how many reflections keys of 4 bits have: one for each group of channels, and at most 2."""
-    return min(2, dim // group_size(dim))
+    """Return how many reflections keys of 4 bits have: one if all channels are one group, which has one offset; with
+    several groups, where two of them gained nothing on gemma-3-270m, none.
+    """
+    return 1 if dim == group_size(dim) else 0
 
 
 def scale_halves(dim: int, bits: int) -> int:

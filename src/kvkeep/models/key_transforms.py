@@ -136,7 +136,9 @@ class _Observer:
         means = self._over(keys, lambda x: x.mean(dim=2))
         of_queries = self._over(query, lambda x: x.square().mean(dim=2)).unflatten(0, (keys.shape[1], -1)).mean(dim=1)
         of_channels = squares.diagonal(dim1=1, dim2=2)
-        of_keys = torch.maximum(of_channels - means.square(), of_channels * _LEAST_VARIANCE)
+        of_keys = of_channels
+        if n_normals(keys.shape[3]):  # the reflections take most of the means out
+            of_keys = torch.maximum(of_channels - means.square(), of_channels * _LEAST_VARIANCE)
         ratio = (of_keys.clamp_min(_TINY) / of_queries.clamp_min(_TINY)).log2() / 4
         found = (ratio - ratio.mean(dim=-1, keepdim=True)).round().nan_to_num(0.0)
         exponents = found.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)[None]
@@ -180,4 +182,4 @@ def _normals(squares: Float[Tensor, "Hk D D"]) -> Float[Tensor, "Hk n D"]:
         sign = torch.where((source * target).sum(dim=-1, keepdim=True) > 0, -1.0, 1.0)
         across = source * sign - target
         normals.append(across * (2**0.5 / across.norm(dim=-1, keepdim=True)))
-    return torch.stack(normals, dim=1).float()
+    return torch.stack(normals, dim=1).float() if normals else torch.zeros(len(squares), 0, D)
