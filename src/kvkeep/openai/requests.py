@@ -331,7 +331,6 @@ _SAME = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "seed",
     "repetition_detection",
     "policy",
     "budget",
@@ -345,6 +344,8 @@ _OPTIONS = {
 }
 _NO_LIMIT = -1
 """The number of new tokens by which clients of other servers ask for as many as there may be."""
+_NO_SEED = -1
+"""The seed by which clients of other servers ask for another text each time."""
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -456,7 +457,7 @@ def read(
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
+    options = length | same | _seed(given) | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
     structure = tools.structure(form, named) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
@@ -537,6 +538,16 @@ def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     if not names or given[names[0]] == _NO_LIMIT:
         return {}, {}
     return {"max_new_tokens": given[names[0]]}, {"max_new_tokens": names[0]}
+
+
+def _seed(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the option ``seed``; empty if the body leaves it open, as clients of other servers do with -1.
+
+    Other negative seeds, which OpenAI's API has, are seeds of their own: the lower 63 bits are taken.
+    """
+    if given.get("seed", _NO_SEED) == _NO_SEED:
+        return {}
+    return {"seed": given["seed"] % 2**63}
 
 
 def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
