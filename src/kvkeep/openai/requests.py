@@ -457,7 +457,9 @@ def read(
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | _seed(given) | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
+    options = (
+        length | same | _seed(given) | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
+    )
     structure = tools.structure(form, named) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
