@@ -160,7 +160,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
             *("bad_words", "bad_words_ids", "allowed_token_ids", "prompt_logprobs", "logits_processors", "documents"),
             *("chat_template", "mm_processor_kwargs", "structural_tag", "guided_whitespace_pattern", "cache_salt"),
             *("kv_transfer_params", "vllm_xargs", "thinking_token_budget", "logprob_token_ids", "stop_regex"),
-            *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora", "adapter_id"),
+            *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora"),
             *("samplers", "image_data", "reasoning_format", "dry_sequence_breakers", "grammar_triggers", "n_keep"),
             *("options", "format", "template", "system", "images", "context", "no_repeat_ngram_size", "conversation"),
             *("negative_prompt", "guidance_scale", "transforms", "prediction_tokens", "instructions"),
@@ -234,6 +234,9 @@ _RENAMED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("enable_thinking", "think", "thinking", "thinking_budget"), ("chat_template_kwargs", ())),
     "reasoning": ("reasoning_effort", ({},)),
     "functions": ("tools", ()),
+    **dict.fromkeys(
+        ("adapter", "adapters", "adapter_id", "adapter_source", "lora_name", "lora_request"), ("model", ())
+    ),
     "function_call": ("tool_choice", ("none", "auto")),
 }
 """Names that other servers have for a field → its name here, and the values that change nothing."""
