@@ -2,7 +2,7 @@
 
 import copy
 import re
-from pathlib import Path
+import textwrap
 
 import pytest
 import torch
@@ -182,9 +182,9 @@ def test_a_pass_with_hindsight_takes_the_whole_text_at_once():
                 model(text(1), attention_mask=mask, past_key_values=cache)
 
 
-def test_the_pages_code_runs():
-    page = (Path(__file__).parents[2] / "docs" / "eval.md").read_text()
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "hindsight" in code)
+def test_the_modules_example_runs():
+    code = textwrap.dedent("\n".join(re.findall(r"^    .*$", hindsight.__doc__, flags=re.MULTILINE)))
     names = {"model": kvkeep.attach(build("llama")), "ids": text(24)}
+    names |= {"torch": torch, "hindsight": hindsight, "BoundedCache": kvkeep.BoundedCache}
     exec(code, names)
     assert names["logits"].shape == (2, 24, 61)
