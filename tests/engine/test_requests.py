@@ -1,10 +1,13 @@
 """Requests as people write them: texts, conversations, lists of both; and one clear sentence for everything else."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import kvkeep
+from kvkeep.batch.input import parse
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError
@@ -86,6 +89,40 @@ def test_a_request_that_was_made_cannot_be_changed_through_its_messages(no_check
     assert Request(messages=iter(CHAT)).messages == tuple(CHAT)
 
 
+def calling(arguments, **more):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call], **more}
+
+
+@pytest.mark.parametrize("more", [{}, {"content": None}, {"content": ""}], ids=str)
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ('{"city": "Ulm"}', {"city": "Ulm"}),
+        ("", {}),
+        *((given, given) for given in ({"city": "Ulm"}, "[1]", "null", '"{}"', '{"city": ', '{"a": NaN}', "[" * 9999)),
+        ('{"a": "\\ud83d"}', '{"a": "\\ud83d"}'),
+    ],
+)
+def test_calls_of_tools_are_taken_as_clients_write_them(given, want, more, no_checked_annotations):
+    sent = calling(given, **more)
+    messages = [*CHAT, sent, {"role": "tool", "tool_call_id": "a", "content": "sun"}]
+    found = Request(messages=messages, sampling=SHORT).messages
+    assert found[1] == calling(want, content="")
+    assert sent == calling(given, **more)
+    assert Request(messages=found, sampling=SHORT).messages == found
+    line = json.dumps({"messages": messages}).encode()
+    encoded = []
+    parse(1, line, lambda prompt: encoded.append(prompt) or [1], SHORT)
+    assert encoded == [list(found)]
+
+
+@pytest.mark.parametrize("calls", [[], "f", [None, 3, {"function": None}, {"function": {"arguments": 3}}]], ids=str)
+def test_calls_of_another_form_stay_as_they_are(calls, no_checked_annotations):
+    messages = [*CHAT, {"role": "assistant", "content": "a", "tool_calls": calls}]
+    assert Request(messages=messages, sampling=SHORT).messages == tuple(messages)
+
+
 WRONG = [
     ({}, "either a prompt .* or messages"),
     ({"prompt": "a", "messages": CHAT}, "either a prompt .* or messages"),
@@ -98,6 +135,9 @@ WRONG = [
     ({"messages": CHAT[0]}, "is no conversation"),
     ({"messages": ["Hello"]}, "is no conversation"),
     ({"messages": [{"role": "user"}]}, "is no conversation"),
+    ({"messages": [*CHAT, {"role": "assistant"}]}, "is no conversation"),
+    ({"messages": [*CHAT, {"role": "assistant", "tool_calls": []}]}, "is no conversation"),
+    ({"messages": [{**calling("{}"), "role": "user"}]}, "is no conversation"),
     ({"messages": [*CHAT, {"role": 1, "content": "a"}]}, "is no conversation"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "is no conversation"),
     ({"messages": 3}, "is no conversation"),

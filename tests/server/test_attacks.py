@@ -134,7 +134,8 @@ def test_schemas_that_are_deep_or_turn_in_circles(server, body):
 BODIES = [
     ({"max_tokens": 0}, 400),
     ({"max_completion_tokens": 0}, 400),
-    ({"seed": -1}, 400),
+    *(({"seed": seed}, 200) for seed in (-1, -2, 1 - 2**63)),
+    ({"seed": -(2**63)}, 400),
     ({"seed": 2**63 - 1}, 200),
     ({"seed": 2**63}, 400),
     ({"n": 129}, 400),

@@ -149,6 +149,7 @@ def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server, mo
 
 
 REFUSED = [
+    *(({name: "sql"}, name) for name in ("adapter", "adapters", "adapter_id", "lora_name", "lora_request")),
     *(
         ({name: value}, name)
         for name, value in {"bad_words": ["a"], "allowed_token_ids": [1], "prompt_logprobs": 0}.items()

@@ -113,7 +113,7 @@ WRONG |= {
     "a ratio of little": {"keep_ratio": 1e-300},
     "a negative guard": {"guard": -1e-300},
     "a seed of 2^63": {"seed": 2**63},
-    "a negative seed": {"seed": -1},
+    "a seed of -2^63": {"seed": -(2**63)},
     "tokens beyond all positions": {"max_tokens": 2**31},
     "a hot temperature": {"temperature": 1e308},
     "a session of a path": {"session_id": "../../secret"},

@@ -345,3 +345,15 @@ def test_no_end_comes_before_the_least_number_of_tokens():
         assert server.complete(**ends, min_tokens=4).json()["usage"]["completion_tokens"] == 5
         for wrong in (-1, 13):
             assert server.refused(server.complete(max_tokens=12, min_tokens=wrong))["param"] == "min_tokens"
+
+
+def test_a_negative_seed_is_a_seed_and_minus_one_is_none(server):
+    def drawn(**body):
+        answer = server.chat(n=3, temperature=2, max_tokens=8, **body)
+        assert answer.status_code == 200, answer.text
+        return [choice["message"]["content"] for choice in answer.json()["choices"]]
+
+    first, again, other, fresh = drawn(seed=-2), drawn(seed=-2), drawn(seed=-3), [drawn(seed=-1) for _ in range(2)]
+    assert first == again != other
+    assert len(set(first)) == 3
+    assert fresh[0] != fresh[1]

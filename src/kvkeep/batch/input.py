@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from kvkeep.engine.request import Request, Structure
+from kvkeep.engine.request import Request, Structure, conversation
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, closest
 from kvkeep.openai import requests, responses
@@ -511,7 +511,7 @@ def reason_of(error: Exception) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
 
 
-def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
+def _prompt(fields: dict[str, Any]) -> str | list[dict[str, Any]]:
     """Remove the prompt or the messages from a line's fields, and return them.
 
     Raises:
@@ -527,11 +527,10 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
             raise InputError('its "prompt" is no text')
         prompt.encode()  # half of a UTF-16 pair raises here, before a tokenizer meets it; see `parse`
         return prompt
-    is_chat = isinstance(messages, list) and messages
-    if not is_chat or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    ):
-        raise InputError('its "messages" are no list of {"role": "…", "content": "…"}')
-    for message in messages:
+    try:
+        found = list(conversation(messages))
+    except InputError as error:
+        raise InputError('its "messages" are no list of {"role": "…", "content": "…"}') from error
+    for message in found:
         message["content"].encode()  # see above
-    return cast(list[dict[str, str]], messages)
+    return found

@@ -35,20 +35,51 @@ from kvkeep.types import MemoryUsage
 def conversation(messages: object) -> tuple[dict[str, Any], ...]:
     """Return messages as a tuple of new dictionaries, after checking that each has a role and a content.
 
+    An assistant's calls of tools are taken as OpenAI's clients write them: without a content, and with the text of a
+    JSON object as arguments. Chat templates read an empty content, and the object.
+
     Raises:
         InputError: there is no message, or a message has no role or content that is a text.
     """
     found = () if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable) else tuple(messages)
-    for message in found:
-        parts = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
-        if not all(isinstance(part, str) for part in parts):
-            found = ()
-    if not found:
+    made = tuple(_for_templates(message) for message in found if isinstance(message, Mapping))
+    if not made or len(made) < len(found) or not all(_has_texts(message) for message in made):
         raise InputError(
             f"messages={messages!r:.60} is no conversation; give a list of messages, each like "
             '{"role": "user", "content": "a text"}.'
         )
-    return tuple(map(dict, found))
+    return made
+
+
+def _has_texts(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has a role and a content."""
+    return all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def _for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message in which calls of tools have the form that chat templates read."""
+    made, calls = dict(message), message.get("tool_calls")
+    if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+        return made
+    if made.get("content") is None:
+        made["content"] = ""
+    made["tool_calls"] = [_with_object(call) for call in calls]
+    return made
+
+
+def _with_object(call: object) -> object:
+    """Return a call of a tool whose arguments are an object, if they were the text of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(given, str):
+        return call
+    try:
+        arguments = json.loads(given or "{}")
+        # a number that JSON does not have, or half of a character, could not be sent on to the template
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def functions(tools: object) -> tuple[dict[str, Any], ...]:

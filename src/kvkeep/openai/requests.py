@@ -160,7 +160,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
             *("bad_words", "bad_words_ids", "allowed_token_ids", "prompt_logprobs", "logits_processors", "documents"),
             *("chat_template", "mm_processor_kwargs", "structural_tag", "guided_whitespace_pattern", "cache_salt"),
             *("kv_transfer_params", "vllm_xargs", "thinking_token_budget", "logprob_token_ids", "stop_regex"),
-            *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora", "adapter_id"),
+            *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora"),
             *("samplers", "image_data", "reasoning_format", "dry_sequence_breakers", "grammar_triggers", "n_keep"),
             *("options", "format", "template", "system", "images", "context", "no_repeat_ngram_size", "conversation"),
             *("negative_prompt", "guidance_scale", "transforms", "prediction_tokens", "instructions"),
@@ -234,6 +234,9 @@ _RENAMED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("enable_thinking", "think", "thinking", "thinking_budget"), ("chat_template_kwargs", ())),
     "reasoning": ("reasoning_effort", ({},)),
     "functions": ("tools", ()),
+    **dict.fromkeys(
+        ("adapter", "adapters", "adapter_id", "adapter_source", "lora_name", "lora_request"), ("model", ())
+    ),
     "function_call": ("tool_choice", ("none", "auto")),
 }
 """Names that other servers have for a field → its name here, and the values that change nothing."""
@@ -331,7 +334,6 @@ _SAME = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "seed",
     "repetition_detection",
     "policy",
     "budget",
@@ -345,6 +347,8 @@ _OPTIONS = {
 }
 _NO_LIMIT = -1
 """The number of new tokens by which clients of other servers ask for as many as there may be."""
+_NO_SEED = -1
+"""The seed by which clients of other servers ask for another text each time."""
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -456,7 +460,9 @@ def read(
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
+    options = (
+        length | same | _seed(given) | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
+    )
     structure = tools.structure(form, named) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
@@ -537,6 +543,16 @@ def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     if not names or given[names[0]] == _NO_LIMIT:
         return {}, {}
     return {"max_new_tokens": given[names[0]]}, {"max_new_tokens": names[0]}
+
+
+def _seed(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the option ``seed``; empty if the body leaves it open, as clients of other servers do with -1.
+
+    Other negative seeds, which OpenAI's API has, are seeds of their own: the lower 63 bits are taken.
+    """
+    if given.get("seed", _NO_SEED) == _NO_SEED:
+        return {}
+    return {"seed": given["seed"] % 2**63}
 
 
 def _stops(given: Mapping[str, Any]) -> dict[str, Any]:

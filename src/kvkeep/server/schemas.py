@@ -149,8 +149,8 @@ class Generating(Body):
         description="vLLM's: end a text that repeats a pattern, with the finish reason repetition; true: by a rule.",
     )
     n: int | None = _within(1, 128)
-    seed: int | None = _described(
-        parameters.SEED, "The same seed draws the same tokens. By default another one each time."
+    seed: int | None = _within(
+        1 - 2**63, parameters.SEED.most, "The same seed draws the same tokens. -1 or none: another one each time."
     )
     stop: str | list[str] | None = None
     stream: bool | None = None
