@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_changed_after_fusing import pair, steps
-from test_whole_layers import attached, calls  # noqa: F401  a fixture
+from test_whole_layers import OPT_IS_ASKED_PLAINLY, attached, calls  # noqa: F401  a fixture
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -46,7 +46,7 @@ def test_log_probabilities(dtype, calls):  # noqa: F811
     steps(model)  # its first step in one call is compared with its class
     found, expected = (steps(each, count=20).float().log_softmax(-1) for each in (model, plain))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 0.2)
-    assert len(calls) >= 2 * 18
+    assert not OPT_IS_ASKED_PLAINLY or len(calls) >= 2 * 18
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_positions_that_are_given_or_follow_from_the_mask(given, calls):  # noqa
             seen += T
         found.append(torch.cat(logits, dim=1))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5)
-    assert len(calls) == 2 * 4
+    assert not OPT_IS_ASKED_PLAINLY or len(calls) == 2 * 4
 
 
 def test_a_text_beyond_the_last_position_fails_as_in_its_class():
