@@ -424,10 +424,10 @@ def opened(
     text = text.strip()
     if not text:
         raise InputError("The text is empty. Give some text to remember.")
-    raw = raw or checkpoint.tokenizer.chat_template is None
+    asked, raw = raw, raw or checkpoint.tokenizer.chat_template is None
     opening = Opening(text, system=None if raw else system, raw=raw)
     if system is not None:
-        check_system(checkpoint, system, raw=raw)
+        check_system(checkpoint, system, raw=asked)
     whole = opening._ids(checkpoint, _PROBES[0], whole=True)
     # the end of the text is enlarged until its tokens agree with those of the whole text, since tokens may merge far
     # back
