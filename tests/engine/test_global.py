@@ -10,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
-from kvkeep import BoundedCache, BrokenCacheError, ShapeError, UnsupportedOperationError, backends
+from kvkeep import BoundedCache, BrokenCacheError, Layer, ShapeError, UnsupportedOperationError, backends
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.engine import Engine, Request, scheduler, swapping
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.joint_block import PartBlock, divide
+from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.types import MemoryUsage, Phase
 
 from .models import DEVICE, model
@@ -438,3 +439,38 @@ def test_one_layer_shares_as_ada_does():
             logits = net(input_ids=batch(), past_key_values=cache).logits
         found.append((logits[:, -1], cache.positions(0).sort(dim=-1).values))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kv_bits", [None, "8"])
+@pytest.mark.parametrize("rule", ["global:0.1", "ada:0.1"])
+@pytest.mark.parametrize("policy", ["reread:sinks=1,recent=3,decode=score", "snapkv:window=3", "keydiff"])
+def test_while_all_tokens_fit_slots_are_used_where_they_lie(policy, rule, kv_bits, monkeypatch):
+    """The heads keep equal budgets as if these were divided at each piece, and so does all that comes later."""
+    ids, found, in_place = batch(2, 70), [], []
+    whole = PooledStore.in_place
+
+    def noted(store):
+        in_place.append(whole(store))
+        return in_place[-1]
+
+    monkeypatch.setattr(PooledStore, "in_place", noted)
+    for divides in (None, lambda *_: True):
+        if divides is not None:
+            monkeypatch.setattr(Layer, "_divides", divides)
+        cache = BoundedCache(model("llama").config, policy, 40, head_budget=rule, kv_bits=kv_bits)
+        pieces = ids[:, :20], ids[:, 20:21], ids[:, 21:33], *ids[:, 33:45].T[:, :, None], ids[:, 45:]
+        outputs = [feed(cache, *pieces[:3]), budgets_of(cache), held(cache)]  # they fit
+        cache.phase = Phase.DECODE
+        outputs += [run(cache, piece) for piece in pieces[3:-1]] + [held(cache)]  # each head evicts its own
+        cache.phase = Phase.PREFILL
+        outputs += [run(cache, pieces[-1]), budgets_of(cache), held(cache)]  # the budgets are divided
+        found.append(outputs)
+    assert len(in_place) == 2 * len(cache.bounded_layers())
+    assert None not in in_place
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@torch.inference_mode()
+def run(cache, ids):
+    return model("llama")(input_ids=ids, past_key_values=cache).logits[:, -1]

@@ -205,7 +205,15 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 
 
 def cut(
-    policy: Policy, block: Block, view: View, state: State, *, window: int | None, used: int, chunk: Slots | None = None
+    policy: Policy,
+    block: Block,
+    view: View,
+    state: State,
+    *,
+    window: int | None,
+    used: int,
+    chunk: Slots | None = None,
+    divides: bool = True,
 ) -> Bool[Tensor, "B Hk S"]:
     """Evict after a prefill chunk: of slots and chunk together, keep the best tokens with their state. Tokens that
     have a slot stay in it.
@@ -220,16 +228,17 @@ def cut(
         window: sliding window of the layer.
         used: slots among the view's tokens, which come first.
         chunk: the chunk; ``None``: the view shows the slots of another block.
+        divides: whether heads that divide a budget may get other budgets.
 
     Returns:
         Whether each token stays.
     """
     tokens = None
-    if policy.spreads is not None:
+    if divides and policy.spreads is not None:
         tokens = block.store.tokens(view, used=used)
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
-    stays = kept(policy, view, state, _scores(policy, view, state), window=window)
+    stays = kept(policy, view, state, window=window)
     # numbers of heads have no slot to move to, so they are written as they are
     of_slots = {name: x for name, x in state.items() if name not in block.heads}
     settle(block, view, stays, of_slots, used=used, chunk=chunk, tokens=tokens)
@@ -238,15 +247,24 @@ def cut(
 
 
 def kept(
-    policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
+    policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"] | None = None, *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """Return a mask of the tokens that stay after a prefill chunk."""
+    """Return a mask of the tokens that stay after a prefill chunk.
+
+    Args:
+        policy: scores the tokens and says how many stay.
+        view: the tokens.
+        state: the policy's state for these tokens.
+        score: their scores; by default those that the policy gives now, if any token must go.
+        window: sliding window of the layer.
+    """
     view = reading(policy, view, window=window)
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     # on a GPU the question itself would make the host wait
     if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
         return there
+    score = _scores(policy, view, state) if score is None else score
     return ranking.keep(_shielded(policy, view, score), view.positions, most)
 
 

@@ -482,16 +482,32 @@ class Layer:
         """Run a step in its phase."""
         if phase is Phase.DECODE:
             return self._decode(query, keys, values, options, real)
-        with self._opened():
+        T = query.shape[2]
+        divides = phase is Phase.PREFILL and self._divides(T, real)
+        with self._opened(in_place=phase is Phase.PREFILL and not divides):
             if phase is Phase.PROBE:
                 return self._probe(query, keys, values, options, real)
-            feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
-            return in_chunks(feed, query, keys, values, real=real, size=size)
+            feed = partial(self._prefill, options, divides)
+            return in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
+
+    def _divides(self, T: int, real: Bool[Tensor, "B T"] | None) -> bool:
+        """Return whether a step over a prompt may change the budgets of heads that divide one.
+
+        While all tokens fit, the rules give heads equal budgets.
+        """
+        if self.policy.spreads is None:
+            return False
+        if not self.block.seen.is_cpu or self.heads.ranks > 1:
+            return True  # the question itself would wait for a GPU, or for other processes
+        return not self.block.is_even(self.block.seen + (T if real is None else real.sum(dim=1)))
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Work on copies of a pool's slots side by side, and write them back at the end. Without a pool do nothing."""
-        held, self.block = self.block, self.block.opened()
+    def _opened(self, *, in_place: bool = False) -> Iterator[None]:
+        """Work on slots side by side, which are copies if they lie in a pool, and write them back at the end.
+
+        Without a pool do nothing. See `Block.opened`.
+        """
+        held, self.block = self.block, self.block.opened(in_place=in_place)
         try:
             yield
             held.close(self.block)
@@ -586,6 +602,7 @@ class Layer:
     def _prefill(
         self,
         options: AttentionOptions,
+        divides: bool,
         query: Float[Tensor, "B Hq T D"],
         keys: Float[Tensor, "B Hk T D"],
         values: Float[Tensor, "B Hk T E"],
@@ -620,10 +637,12 @@ class Layer:
         if prompts is not None:
             prompts.note(self.policy, slots, state)
         self._hand_on(left, state)
-        if self._together is not None:
+        if self._together is not None and divides:
             self._together.wait(self.policy, self.block, view, state, report, used=used)
             return out
-        stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
+        stays = cut(
+            *(self.policy, self.block, view, state), window=self.window, used=used, chunk=chunk, divides=divides
+        )
         lost_mass.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
         return out
 

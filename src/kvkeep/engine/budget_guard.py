@@ -202,7 +202,7 @@ class Rated:
 
 @Policy.register
 class WatchedPolicy:
-    """A policy whose step over the end of a prompt is noted before it scores; otherwise it is that policy.
+    """A policy whose step over the end of a prompt is noted; otherwise it is that policy.
 
     Args:
         policy: the policy.
@@ -211,7 +211,6 @@ class WatchedPolicy:
 
     def __init__(self, policy: Policy, note: Callable[[View, State, Report, State], None]) -> None:
         self._policy, self._note = policy, note
-        self._observed: tuple[State, Report] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
@@ -220,16 +219,10 @@ class WatchedPolicy:
         return str(self._policy)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the policy's state after a step, and keep the state before it and the report for `score`."""
-        self._observed = state, report
-        return self._policy.observe(state, view, report)
-
-    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the policy's scores; on the first call after `observe`, pass the observed step to ``note`` first."""
-        if self._observed is not None:  # heads that share a budget are scored twice
-            (before, report), self._observed = self._observed, None
-            self._note(view, before, report, state)
-        return self._policy.score(view, state)
+        """Return the policy's state after a step, which is passed to ``note`` first."""
+        after = self._policy.observe(state, view, report)
+        self._note(view, state, report, after)
+        return after
 
 
 class Trial:
@@ -261,8 +254,8 @@ class Trial:
     def _note(
         self, layer: int, segment: Segment, policy: Policy, view: View, before: State, report: Report, after: State
     ) -> None:
-        """Record what each smaller budget would keep in one layer. Called once per layer, while the policy scores the
-        prompt.
+        """Record what each smaller budget would keep in one layer. Called once per layer, when the policy has observed
+        the prompt.
 
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.

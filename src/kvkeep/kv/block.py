@@ -199,13 +199,17 @@ class Block:
             self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
         return positions
 
-    def opened(self) -> Block:
+    def opened(self, *, in_place: bool = False) -> Block:
         """Return the block as a step works on it, with slots and state side by side. Without a pool this is the block
         itself.
 
         `close` writes back what the step changes.
+
+        Args:
+            in_place: whether the step leaves the heads' budgets as they are. Then nothing is copied where slots and
+                state can be used where they lie.
         """
-        store = self.store.opened()
+        store = (self.store.in_place() if in_place else None) or self.store.opened()
         if store is self.store:
             return self
         other = copy.copy(self)
@@ -243,6 +247,15 @@ class Block:
     def pin(self, rows: Sequence[spans.Spans]) -> None:
         """Replace the pinned spans of all rows."""
         self.pins = spans.table(rows, self.seen.device)
+
+    def is_even(self, seen: Int[Tensor, " B"]) -> bool:
+        """Return whether all heads among which a budget is divided have equal budgets, which so many tokens fit into.
+
+        Args:
+            seen: tokens of each row.
+        """
+        budget = budgets.table(self.budget, seen)
+        return bool((budget == budget[:, :1]).all() and (seen[:, None] <= budget[:, :1]).all())
 
     def divide(self) -> None:
         """Divide the pool among its heads by their budgets. The slots lose their content."""

@@ -99,6 +99,10 @@ class PartBlock(Block):
         super().pin(rows)
         self.whole.pins = self.pins
 
+    def is_even(self, seen: Int[Tensor, " B"]) -> bool:
+        """Return whether the heads of all layers have equal budgets, which so many tokens fit into."""
+        return self.whole.is_even(seen)
+
     def divide(self) -> None:
         """Do nothing: the function `divide` gives the heads of all layers their ranges."""
 

@@ -11,13 +11,14 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.kv.slot_codec import KeyTransform, LazySlots, Tokens, Vectors, nothing
+from kvkeep.kv.slot_codec import Bits, KeyTransform, LazySlots, Tokens, Vectors, nothing
 from kvkeep.kv.store import QUANTIZED, DenseStore, Store, by_bits
 from kvkeep.types import EMPTY, Ranges, Slots, View
 
@@ -245,6 +246,19 @@ class PooledStore(Store):
         """Return the slots side by side."""
         return OpenedPool(self)
 
+    def in_place(self) -> Store | None:
+        """Return the slots as a store that lies in the pool, without a copy, for a step that leaves the ranges as they
+        are. ``None`` unless all heads of all rows own equally many slots at the same places, in main memory.
+        """
+        if not (self.sizes.is_cpu and self.sizes.numel()):
+            return None
+        first, size = int(self.starts[0, 0]), int(self.sizes[0, 0])
+        places = torch.arange(first, first + self.sizes.shape[1] * size, size or 1)
+        if not (size and torch.equal(self.starts, places.expand_as(self.starts)) and bool((self.sizes == size).all())):
+            return None
+        found: Store = EVEN[self.bits](self, first, size)
+        return found
+
     def slots(self) -> Slots:
         """Return copies of the slots, side by side."""
         return self.opened().slots().copied()
@@ -441,6 +455,37 @@ class OpenedPool(Store):
         """
         kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
         return kind(*self.pool.no_token(), 0).over(tensors)
+
+
+class EvenPool(Store):
+    """A base of stores whose slots are a view of a pool in which all heads own equally many slots, one after the other.
+
+    Args:
+        pool: the store that owns the slots.
+        first: the first entry of the first head.
+        size: slots of a head.
+    """
+
+    kind: ClassVar[type[Store]]
+
+    def __init__(self, pool: PooledStore, first: int, size: int):
+        self._first_entry, self._size, self._heads = first, size, pool.sizes.shape[1]
+        vectors, positions = pool.vectors.each(self.side_by_side), self.side_by_side(pool.entries)
+        shown = self.kind(*pool.no_token(), 0).over({**vectors.tensors, **vectors.of_rows, "positions": positions})
+        vars(self).update(vars(shown))
+
+    def side_by_side(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the pool's entries in the order of the slots, ``(B, Hk, size, ...)``, without a copy."""
+        B, _, *inner = numbers.shape
+        return numbers.narrow(1, self._first_entry, self._heads * self._size).view(B, self._heads, self._size, *inner)
+
+
+_KINDS: tuple[type[Store], ...] = (DenseStore, *QUANTIZED.values())
+
+EVEN: dict[Bits, type[Any]] = {
+    kind.bits: type(f"Even{kind.__name__}", (EvenPool, kind), {"kind": kind}) for kind in _KINDS
+}
+"""Stores that are a view of a pool, by the bits of their numbers."""
 
 
 # The kind of store for a layout of slots and a number of bits.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -155,7 +155,7 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
         row: the row's index.
         device: where the copy shall be; by default the block's device.
     """
-    block = block.part(row, row + 1).opened()
+    block = block.part(row, row + 1).opened(in_place=True)
     positions = block.store.positions[0]
     occupied = (positions >= 0).any(dim=0).nonzero()
     used = int(occupied[-1]) + 1 if len(occupied) else 0
@@ -186,29 +186,31 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     _set_budget(block, row, copy.budget)
     if copy.pins or block.pins is not None:
         pin_row(block, row, copy.pins)
-    if isinstance(block.store, PooledStore):
-        _put_in_pool(block.part(row, row + 1), copy)
-        return
-    mine = block.per_row()
-    for name, tensor in copy.tensors.items():
-        target = mine[name][row]
-        (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
-    block.store.positions[row, :, copy.used :] = EMPTY
+    mine = block.part(row, row + 1)
+    if isinstance(mine.store, PooledStore):
+        mine.divide()
+    opened = mine.opened(in_place=True)
+    if isinstance(opened.store, OpenedPool):
+        _put_in_pool(opened, opened.store, copy)
+    else:
+        _put(opened, copy)
+        opened.store.positions[:, :, copy.used :] = EMPTY
+    mine.close(opened)
 
 
-def _put_in_pool(block: Block, copy: RowCopy) -> None:
-    """Overwrite a one-row block, whose heads share a pool, with a copy, after dividing the pool by the row's
-    budgets.
-    """
-    block.divide()
-    opened, tensors = block.opened(), copy.tensors
-    assert isinstance(opened.store, OpenedPool)
-    stored = {name.removeprefix("store."): x[None] for name, x in tensors.items() if name.startswith("store.")}
-    opened.store.put(opened.store.pool.vectors.over(stored), None, copy.positions[None])
-    for name, held in opened.per_row().items():
-        if name in tensors and not (name.startswith("store.") and name in copy.cut):
-            (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])
-    block.close(opened)
+def _put(block: Block, copy: RowCopy, but: Collection[str] = ()) -> None:
+    """Overwrite a one-row block, whose slots lie side by side, with a copy; leave out the tensors named in ``but``."""
+    for name, held in block.per_row().items():
+        if name in copy.tensors and name not in but:
+            (held[:, :, : copy.used] if name in copy.cut else held).copy_(copy.tensors[name][None])
+
+
+def _put_in_pool(block: Block, store: OpenedPool, copy: RowCopy) -> None:
+    """Overwrite an opened one-row block, whose heads share a pool, with a copy."""
+    stored = {name: x[None] for name, x in copy.tensors.items() if name.startswith("store.")}
+    vectors = store.pool.vectors.over({name.removeprefix("store."): x for name, x in stored.items()})
+    store.put(vectors, None, copy.positions[None])
+    _put(block, copy, [name for name in stored if name in copy.cut])
 
 
 def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
