@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CLIPVisionConfig,
     FalconConfig,
+    Gemma3TextConfig,
     GPT2Config,
     Lfm2Config,
     LlamaConfig,
@@ -67,6 +68,10 @@ def config_of(family: str) -> PreTrainedConfig:
         return LlamaConfig(
             **common, **sizes, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=TRAINED_LENGTH
         )
+    if family == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        shape = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 100}
+        return Gemma3TextConfig(**common, **sizes, **shape, layer_types=kinds, max_position_embeddings=512)
     if family == "gpt2":
         return GPT2Config(**common, n_embd=32, n_head=4, n_layer=2, n_positions=POSITIONS)
     if family == "opt":

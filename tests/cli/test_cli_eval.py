@@ -183,7 +183,7 @@ def test_questions_in_the_prompt_and_later_stand_beside_each_other(tmp_path):
     assert "recall, % right (context=300, inside)" in result.stdout
     assert "recall, % right (context=300, later)" in result.stdout
     assert "answers of the full cache that stay" not in result.stdout  # full was not run
-    again = evaluate(*quick, "--budgets", "20%", "--ask", "inside")
+    again = evaluate(*quick, "--budgets", "20%", "--ask", "inside,later")
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2  # inside is another word for prompt
     assert "(context=300, inside)" in again.stdout
 

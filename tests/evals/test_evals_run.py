@@ -93,6 +93,17 @@ def test_the_grid_runs_full_once_and_resolves_shares_row_by_row():
     assert len({planned.cell for planned in cells}) == len(cells)
 
 
+def test_both_ways_to_ask_in_one_grid_plan_what_does_not_ask_once():
+    options = [dataclasses.replace(OPTIONS, ask=ask) for ask in ("inside", "later", "prompt")]
+    wanted = GridArguments(arms=split_arms("local"), budgets=BUDGETS, setup=Setup())
+    cells = lay_out(writer().checkpoint, "m", find("perplexity,recall"), wanted, options).planned
+    assert [(plan.cell.task, "later" in plan.cell.case) for plan in cells[:: len(BUDGETS)]] == [
+        ("perplexity", False),
+        ("recall", False),
+        ("recall", True),
+    ]
+
+
 def test_a_budget_below_the_protected_tokens_names_the_cell():
     with pytest.raises(BudgetError, match=r"perplexity window=40,stride=16: h2o:recent=10 cannot run at 20% of 40 tok"):
         laid_out("h2o:recent=10")

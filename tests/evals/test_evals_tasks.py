@@ -434,6 +434,54 @@ def test_questions_about_one_text_are_asked_in_copies_of_one_memory(policy, monk
         assert [reply] == qa_task.texts(writer(), drive, [item], recall.NEW_TOKENS[task.wording])
 
 
+TOGETHER = replace(SEVERAL, ask="inside")
+ABLE = [
+    *("full", "local", "streaming_llm", "random", "snapkv:window=8", "snapkv:default", "tova", "adakv:window=8"),
+    *("pyramidkv:window=8", "ahakv:recent=8", "keydiff", "defensivekv:window=8"),
+]
+"""Policies under which questions inside share the reading of their text."""
+
+
+def compare_with_alone(policy, family="llama"):
+    """Questions inside, each beside the same question alone; returns the share of their tokens that was read."""
+    task, read, feed = Recall.load(writer(family).checkpoint, TOGETHER), [], Drive.feed
+    ((case, asked),) = task.questions.items()
+
+    def counted(self, ids, *rest, **options):
+        read.append(ids.numel())
+        return feed(self, ids, *rest, **options)
+
+    budgets = [EVERYTHING if policy == "full" else 60 + item.document for item in asked]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drive, "feed", counted)
+        done = list(task._ask(writer(family), case, parse(policy), budgets))
+    found, kept = [reply for batch in done for reply in batch.texts], torch.cat([batch.kept for batch in done])
+    for number, (item, budget, reply, shares) in enumerate(zip(asked, budgets, found, kept, strict=True)):
+        drive = Drive(writer(family), parse(policy), [budget], first=number)
+        torch.testing.assert_close(shares, qa_task.read(drive, [item])[0], rtol=0, atol=1e-6)
+        assert [reply] == qa_task.texts(writer(family), drive, [item], recall.NEW_TOKENS[task.wording])
+    return sum(read) / sum(len(item.ids) for item in asked)
+
+
+@pytest.mark.parametrize("policy", ABLE)
+def test_questions_inside_share_the_reading_of_their_text_where_nobody_can_tell(policy):
+    assert compare_with_alone(policy) < 0.75
+
+
+@pytest.mark.parametrize("policy", ["h2o", "scissorhands", "reread", "topk"])
+def test_policies_that_need_every_row_read_each_question_anew(policy):
+    assert compare_with_alone(policy) > 1
+
+
+def test_models_with_a_state_read_each_question_anew():
+    assert compare_with_alone("tova", "lfm2") > 1
+
+
+@pytest.mark.parametrize("policy", ["tova", "streaming_llm"])
+def test_layers_with_windows_share_readings_as_well(policy):
+    assert compare_with_alone(policy, "gemma3") < 0.75
+
+
 def test_copies_of_a_memory_do_not_change_each_other_or_the_original():
     ids = load(Perplexity).ids
     drive = Drive(writer(), parse("h2o"), [12, 9, 12])

@@ -334,6 +334,8 @@ class Layer:
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
             self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
+            if self.prompts is not None:
+                self.block.seen += self.prompts.known
         self.store.check_fit(keys, values)
 
     def step(

@@ -131,20 +131,27 @@ class LayerPrompts:
 
     Args:
         layer: the layer's place among those with slots.
-        readings: of each row; ``None``: nothing was read before, and nothing is kept. A row with a beginning is alone.
+        readings: of each row; ``None``: nothing was read before, and nothing is kept. A row with a beginning is alone,
+            or all rows have the same one.
+
+    Attributes:
+        known: tokens that were read before, and do not lie in the rows.
     """
 
     def __init__(self, layer: int, readings: Sequence[PromptReading | None]) -> None:
         self._layer, self._readings = layer, readings
-        before = readings[0].before if len(readings) == 1 and readings[0] is not None else None
+        begun = {None if reading is None else reading.before for reading in readings}
+        before = begun.pop() if len(begun) == 1 else None
         self._before = None if before is None else before.layers[layer]
+        self.known = 0 if before is None else before.tokens
 
     def beside(self, chunk: Slots) -> Slots:
         """Return the tokens that were read before, followed by a chunk of new ones."""
         if self._before is None:
             return chunk
-        pairs = zip(self._before.slots, chunk, strict=True)
-        return Slots(*(torch.cat([old.to(new.device), new], dim=2) for old, new in pairs))
+        rows, pairs = len(chunk.keys), zip(self._before.slots, chunk, strict=True)
+        both = ((old.to(new.device).expand(rows, *old.shape[1:]), new) for old, new in pairs)
+        return Slots(*(torch.cat(parts, dim=2) for parts in both))
 
     def restore(self, state: State) -> None:
         """Overwrite the state of the tokens that were read before, which come first, with the one that they had."""

@@ -232,8 +232,10 @@ class EvalOptions(ModelOptions):
         group=TASKS,
         rare=True,
     )
-    ask: str = option(
-        "prompt (or inside): recall's question is read before the text is cut to the budget. later: after it.",
+    ask: tuple[str, ...] = option(
+        "prompt (or inside): recall's question is read before the text is cut to the budget. later: after it. "
+        "inside,later: both, in tables of their own.",
+        read=_parts,
         default="prompt",
         metavar="WHEN",
         complete=shell_completion.words("prompt", "inside", "later"),

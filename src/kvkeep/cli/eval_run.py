@@ -332,7 +332,7 @@ def prepare(request: EvalOptions) -> Grid:
 
 
 def _options(request: EvalOptions) -> list[Options]:
-    """Return the options of the tasks, once for each seed."""
+    """Return the options of the tasks, once for each seed and way to ask."""
     options = Options(
         seed=request.seeds[0],
         limit=request.limit,
@@ -340,7 +340,7 @@ def _options(request: EvalOptions) -> list[Options]:
         contexts=request.contexts,
         facts=request.facts,
         documents=request.documents,
-        ask=request.ask,
+        ask=request.ask[0],
         turns=request.turns,
         window=request.window,
         stride=request.stride,
@@ -351,7 +351,7 @@ def _options(request: EvalOptions) -> list[Options]:
         shots=request.shots,
         parts=request.parts,
     )
-    return [options, *(replace(options, seed=seed) for seed in request.seeds[1:])]
+    return [replace(options, seed=seed, ask=ask) for seed in request.seeds for ask in request.ask]
 
 
 def _show(request: EvalOptions, records: Records, **more: Any) -> None:

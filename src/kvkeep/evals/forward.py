@@ -14,12 +14,14 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.cache.bounded_cache import BoundedCache
-from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.hf_layers import handed, state_part
+from kvkeep.cache.prompt_kv import LayerPrompts, PromptKV, PromptReading, rows_to_read
 from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.rotary import follows_length
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
@@ -110,6 +112,7 @@ class Drive:
     Attributes:
         cache: the cache.
         budgets: tokens kept per layer and head, one per row.
+        known: tokens of all rows that were read before, see `go_on_from`.
     """
 
     cache: BoundedCache
@@ -118,7 +121,9 @@ class Drive:
         self.model = writer.model
         self.budgets = tuple(budgets)
         self.cache = setup.cache(writer.checkpoint, policy, budgets, first=first)
+        self.known = 0
         self._real: Tensor | None = None
+        self._chunk = setup.prefill_chunk
 
     @torch.inference_mode()
     def feed(
@@ -142,8 +147,39 @@ class Drive:
             logits_to_keep=int(last_only),
             **({} if real is None else self._padding(real.to(ids.device))),
         )
+        for layer in self.cache.bounded_layers().values():
+            layer.prompts = None
         logits: Tensor = out.logits
         return logits
+
+    @property
+    def end_rows(self) -> int | None:
+        """Return how many of a prompt's last tokens must be read so that the policy chooses as if all were, although
+        the others were read before; ``None`` if it would not.
+        """
+        policy, stateful = self.cache.policy, any(state_part(layer) is not None for layer in self.cache.layers)
+        # a second reading's queries are turned by the length of the whole prompt
+        anew = policy.rereads or self._chunk is not None or stateful
+        return None if anew or any(map(follows_length, self.model.modules())) else rows_to_read(policy)
+
+    def beginning(self, ids: Int[Tensor, " n"]) -> PromptKV | None:
+        """Read the beginning of a prompt into an unused row, and return it as it was before tokens were evicted;
+        ``None`` if it could not be kept.
+        """
+        reading, layers = PromptReading(nbytes=1), self.cache.bounded_layers()
+        self._follow([reading])
+        self.feed(ids[None], last_only=True)
+        return reading.taken(len(ids), len(layers))
+
+    def go_on_from(self, before: PromptKV) -> None:
+        """Let all rows, which are unused, begin with tokens that were read before."""
+        self.known = before.tokens
+        self._follow([PromptReading(before)] * len(self.budgets))
+
+    def _follow(self, readings: Sequence[PromptReading]) -> None:
+        """Give the rows' readings to the layers for the next tokens."""
+        for place, layer in enumerate(self.cache.bounded_layers().values()):
+            layer.prompts = LayerPrompts(place, readings)
 
     def copies(self, rows: Sequence[int]) -> Drive:
         """Return the same model with copies of the cache of some rows; a row may be given several times.
@@ -164,7 +200,7 @@ class Drive:
     def _padding(self, real: Bool[Tensor, "B n"]) -> dict[str, Tensor]:
         """Return the mask over all columns so far and the positions of the new ones, for rows with padding."""
         self._real = real if self._real is None else torch.cat([self._real, real], dim=1)
-        positions = self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
+        positions = self.known + self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
         return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
 
 

@@ -79,12 +79,44 @@ class Replies:
 
 
 def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
-    """Read each prompt with its question, cut it, and yield the replies of each batch, of at most ``most`` tokens."""
-    for batch in batches([len(prompt.ids) for prompt in prompts]):
+    """Read each prompt with its question, cut it, and yield the replies of each batch, of at most ``most`` tokens.
+
+    A text with several questions is read once under policies whose choice does not tell.
+    """
+    rows, number = drive(range(1), 0).end_rows, range(len(prompts))
+    shared = rows is not None and len({prompt.document for prompt in prompts}) < len(prompts)
+    for batch in _texts(prompts) if shared else batches([len(prompt.ids) for prompt in prompts]):
         part = prompts[batch]
-        bounded = drive(range(len(prompts))[batch], batch.start)
+        bounded = drive(number[batch], batch.start)
+        if shared and (first := _common(part, rows or 0)):
+            before = drive(number[batch][:1], batch.start).beginning(part[0].ids[:first])
+            if before is not None:
+                bounded.go_on_from(before)
         kept = read(bounded, part)
         yield Replies(texts(writer, bounded, part, most), kept, bounded.cache.memory())
+
+
+def _texts(prompts: Sequence[Prompt]) -> list[slice]:
+    """Split prompts into batches of questions about one text each."""
+    starts = [i for i, prompt in enumerate(prompts) if not i or prompt.document != prompts[i - 1].document]
+    ends = zip(starts, [*starts[1:], len(prompts)], strict=True)
+    return [
+        slice(start + batch.start, min(start + batch.stop, end))
+        for start, end in ends
+        for batch in batches([len(prompt.ids) for prompt in prompts[start:end]])
+    ]
+
+
+def _common(prompts: Sequence[Prompt], rows: int) -> int:
+    """Return how many first tokens several prompts have in common, and ``rows`` others before each one's cut; 0 for a
+    single prompt, which has nobody to share them with.
+    """
+    if len(prompts) < 2:
+        return 0
+    shortest = min(prompt.first for prompt in prompts)
+    differ = [(prompt.ids[:shortest] != prompts[0].ids[:shortest]).nonzero().flatten() for prompt in prompts[1:]]
+    alike = min((int(places[0]) for places in differ if len(places)), default=shortest)
+    return max(0, min(alike, shortest - rows))
 
 
 def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
@@ -137,8 +169,10 @@ def in_turns(
 
 
 def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
-    """Feed the first part of each prompt, which is then cut; return where in it the kept tokens stand."""
-    drive.feed(*left_padded([prompt.ids[: prompt.first] for prompt in prompts]), last_only=True)
+    """Feed the first part of each prompt, but for what is known of it, and cut it; return where in it the kept tokens
+    stand.
+    """
+    drive.feed(*left_padded([prompt.ids[drive.known : prompt.first] for prompt in prompts]), last_only=True)
     return _kept(drive, prompts)
 
 

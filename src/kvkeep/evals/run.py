@@ -95,18 +95,22 @@ def lay_out(
         name: the model's name in results.
         tasks: the tasks.
         wanted: policies and budgets.
-        options: the user's choices about tasks, one for each seed.
+        options: the user's choices about tasks, one for each seed and way to ask. Cells that differ in neither are
+            planned once.
 
     Raises:
         InputError: a task cannot be made with these options.
         BudgetError: a budget is smaller than the tokens that a policy protects.
         UnsupportedModelError: slot positions were requested, and the model cannot have them.
     """
-    parts = []
+    parts, cells = [], set[grid.Cell]()
     for own in options:
         for kind in tasks:
             task = kind.load(checkpoint, own)
-            parts.append(TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own))
+            part = TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own)
+            if cells.isdisjoint(mine := {planned.cell for planned in part.planned}):
+                cells |= mine
+                parts.append(part)
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
     return Grid(name, checkpoint, parts, notes(options[0]) if reads_text else [])
 

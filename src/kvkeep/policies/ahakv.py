@@ -40,6 +40,11 @@ class AhaKV(Policy):
         """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, self.recent
 
+    @property
+    def end_rows(self) -> int | None:  # type: ignore[override]  # depends on an option
+        """Return the option `recent`; ``None`` if all rows count."""
+        return max(1, self.recent) if self.recent_accumulation else None
+
     def wants(self, view: View) -> Statistic:
         """Return the statistic needed: the mass of a prompt's recent rows or a generated token's row, with a gain."""
         ratio = (view.prompt / average(view)[:, 0]).clamp(min=1.0).float()
