@@ -173,6 +173,17 @@ def _problems(
         )
 
 
+class Idle:
+    """Runs nothing, for a job whose lines are all done."""
+
+    engine: Engine | None = None
+    size: Mapping[str, int] = {"rows": 0, "row_bytes": 0}
+
+    def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Return that there are no new tokens and no failed lines."""
+        return 0, {}
+
+
 class LocalRunner:
     """The lines of a job on their way through an engine in this process.
 
@@ -444,7 +455,9 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
         output.agree(settings)
         output.check(survey.digests, survey.batch_lines)
         job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
-        if batch.workers is None:
+        if survey.digests.keys() <= output.done.keys():
+            job.end()
+        elif batch.workers is None:
             _near(job, budget)
         else:
             _far(job, budget, None if memory is None else memory.digest)
@@ -474,6 +487,11 @@ class _Job:
             as_json=self.request.json,
             set_aside=lambda failed: set_aside(self.source, self.survey, failed, self.batch),
         )
+
+    def end(self) -> None:
+        """Say that all lines were done before. The model is not loaded, so its weights are not compared."""
+        _remark(self.survey, self.checkpoint, self.request)
+        self.run(Idle(), _todo(self, lambda shapes: [None] * len(shapes)))
 
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
         """Print the policy, the budget, and the rows that hold the lines."""

@@ -31,6 +31,7 @@ from kvkeep.policies import (
     builtin_source,
     builtin_summary,
 )
+from kvkeep.policies._names import check_name
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
@@ -165,6 +166,7 @@ def _describe_asked(text: str) -> dict[str, Any]:
     Raises:
         PolicyError: there is no such policy, or an option is wrong.
     """
+    check_name(text)
     with fast_imports():
         from kvkeep.policies.registry import class_of, label, parse, spec, split
 
