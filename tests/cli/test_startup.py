@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 
+import memories
 import pytest
 
 from kvkeep.cli import startup
@@ -56,14 +57,19 @@ LIGHT = [
 ]
 """Commands that import neither torch nor transformers."""
 
+WITH_NUMPY = [
+    ["memory", "memory.kvkeep"],
+    ["memory", "saved.kvkeep"],
+    ["generate", "-p", "Hi", "--memory", "memory.kvkeep"],
+    ["chat", "--memory", "memory.kvkeep"],
+    ["chat", "--list", "--sessions", "sessions"],
+]
+"""Commands that import neither torch nor transformers, but NumPy for tables of positions."""
+
 WITH_TORCH = [
     ["env"],
-    ["memory", "memory.kvkeep"],
-    ["chat", "--list", "--sessions", "."],
     ["generate", "-p", "Hi", "--policy", "h2o:recnt=4"],
-    ["generate", "-p", "Hi", "--memory", "memory.kvkeep"],
     ["generate", "-p", "Hi", "--config", "kvkeep.toml"],
-    ["chat", "--memory", "memory.kvkeep"],
     ["eval", "--policies", "h2o:recnt=4,local", "--output", "results"],
     ["serve", "--device", "gpu"],
 ]
@@ -82,14 +88,21 @@ for words in {commands!r}:
 
 @pytest.mark.parametrize(
     ("commands", "packages"),
-    [(LIGHT, {"torch", "transformers", "numpy"}), (WITH_TORCH, {"transformers"})],
-    ids=["without torch", "without transformers"],
+    [
+        (LIGHT, {"torch", "transformers", "numpy"}),
+        (WITH_NUMPY, {"torch", "transformers"}),
+        (WITH_TORCH, {"transformers"}),
+    ],
+    ids=["without torch and numpy", "without torch", "without transformers"],
 )
 def test_commands_import_no_more_than_they_need(commands, packages, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("a text")
     (tmp_path / "memory.kvkeep").write_text("no memory")
     (tmp_path / "kvkeep.toml").write_text("budgett = 3")
+    memories.save(tmp_path / "saved.kvkeep")
+    (tmp_path / "sessions" / "mine").mkdir(parents=True)
+    memories.save(tmp_path / "sessions" / "mine" / "memory.kvkeep")
     script = SCRIPT.format(commands=commands, packages=packages)
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 

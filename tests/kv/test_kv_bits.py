@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep import BoundedCache, Engine, InputError, Layer, UnsupportedModelError
-from kvkeep.kv.slot_codec import KV_BITS, check_bits
+from kvkeep.kv_bits import KV_BITS, check_bits
 from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.types import AttentionOptions, Phase
 

@@ -16,7 +16,7 @@ from kvkeep.cache.rotary_probe import Rotations, position_mode, rotations_for, s
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies import FALLBACK
 from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
@@ -70,7 +70,7 @@ class Layout:
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         positions: the mode in which attention sees positions, ``true`` or ``slot``.
         rotations: the rotary embeddings of the layers that rotate, where slot positions or the policy need them.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.check_bits`; ``None``: the model's
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.check_bits`; ``None``: the model's
         dtype.
         heads: which KV heads of each layer this process holds.
     """

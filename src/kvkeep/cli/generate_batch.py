@@ -40,7 +40,7 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result, checked_guard
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders, weights_of_all
 from kvkeep.models.checkpoint import Checkpoint

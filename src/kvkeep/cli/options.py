@@ -18,9 +18,11 @@ from kvkeep.cli.files import not_empty, refuse_device
 from kvkeep.cli.startup import fast_imports, imported
 from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
+from kvkeep.kv_bits import check_bits
 from kvkeep.models import folder, threads
 from kvkeep.models.dtype_names import check_dtype
 from kvkeep.parameters import MAX_TOKENS, MEMORY, Parameter
+from kvkeep.policies import CONVERSATION, DEFAULT, LATER
 from kvkeep.policies._names import check_name
 from kvkeep.result_files import in_full, parse
 
@@ -479,8 +481,6 @@ def parse_kv_bits(text: str, option: str) -> str:
     Raises:
         InputError: slots cannot have so many bits.
     """
-    from kvkeep.kv.slot_codec import check_bits  # imports torch
-
     return check_bits(text) or "16"
 
 
@@ -632,6 +632,8 @@ def check_policy(text: str) -> None:
     Raises:
         PolicyError: there is no such policy.
     """
+    if text in (DEFAULT, LATER, CONVERSATION):
+        return
     check_name(text)
     from kvkeep.policies.registry import parse  # imports torch
 

@@ -18,7 +18,7 @@ from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy

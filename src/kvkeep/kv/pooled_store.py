@@ -446,14 +446,14 @@ class OpenedPool(Store):
 # The kind of store for a layout of slots and a number of bits.
 
 POOLED = by_bits(PooledStore)
-"""The pools of codes by the name of the setting, see `kvkeep.kv.slot_codec.check_bits`."""
+"""The pools of codes by the name of the setting, see `kvkeep.kv_bits.check_bits`."""
 
 
 def kind_of(kv_bits: str | None, *, pooled: bool) -> type[Store]:
     """Return the class of store for slots.
 
     Args:
-        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values, a name of `kvkeep.kv_bits.KV_BITS`; ``None``: the model's dtype.
         pooled: whether heads own ranges of a pool.
     """
     if kv_bits is None:

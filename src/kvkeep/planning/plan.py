@@ -24,7 +24,7 @@ from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import default_budget
 from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.kv.block import numbers
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models.device import DTYPES, parse_dtype
 from kvkeep.models.load import embedded
 from kvkeep.planning import cost
