@@ -1,10 +1,12 @@
 """How a command begins: what it refuses or knows without a model imports neither torch nor transformers."""
 
 import gc
+import shutil
 import subprocess
 import sys
 
 import memories
+import model_folders
 import pytest
 
 from kvkeep.cli import startup
@@ -67,6 +69,8 @@ WITH_NUMPY = [
 """Commands that import neither torch nor transformers, but NumPy for tables of positions."""
 
 WITH_TORCH = [
+    ["plan"],
+    ["plan", "llama", "--policy", "h2o", "-b", "20%", "--kv-bits", "8", "--memory", "1GB", "--json"],
     ["env"],
     ["generate", "-p", "Hi", "--policy", "h2o:recnt=4"],
     ["generate", "-p", "Hi", "--config", "kvkeep.toml"],
@@ -97,6 +101,7 @@ for words in {commands!r}:
 )
 def test_commands_import_no_more_than_they_need(commands, packages, tmp_path):
     (tmp_path / "empty").mkdir()
+    shutil.copytree(model_folders.folder(), tmp_path / "llama")
     (tmp_path / "text.txt").write_text("a text")
     (tmp_path / "memory.kvkeep").write_text("no memory")
     (tmp_path / "kvkeep.toml").write_text("budgett = 3")

@@ -201,7 +201,8 @@ def with_outliers(net, factor):
 
 def losses_beside_outliers(monkeypatch, **given):
     """Losses of the embedded model with two large channels: exact, at 4 bits, at 4 bits without the Hadamard matrix."""
-    from kvkeep.models.load import embedded, load
+    from kvkeep.models.load import load
+    from kvkeep.models.tiny import embedded
 
     net, tokenizer = load(embedded(), dtype="float32")
     text = "Once upon a time there was a little girl who loved to play in the garden with her dog. " * 4

@@ -20,7 +20,8 @@ from kvkeep.models import files
 from kvkeep.models import load as loading
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import no_conversion_service
-from kvkeep.models.load import embedded, find, load, quiet, read_weights
+from kvkeep.models.load import find, load, quiet, read_weights
+from kvkeep.models.tiny import embedded
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,8 @@ from kvkeep.explain.explain import check, explain
 from kvkeep.explain.explanation import Explanation, PolicyRun
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import find, quiet
+from kvkeep.models.tiny import embedded
 from kvkeep.result_files import write_whole
 
 # A record on a terminal: the text under each policy, side by side, shaded by the share of heads that hold a token.
