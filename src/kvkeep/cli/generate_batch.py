@@ -52,6 +52,7 @@ from kvkeep.parameters import MAX_TOKENS
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, spec
 from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.result_files import in_full
 from kvkeep.scale import remote_files
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.remote_files import Destination, is_foreign_output
@@ -455,7 +456,7 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
         output.agree(settings)
         output.check(survey.digests, survey.batch_lines)
         job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
-        if survey.digests.keys() <= output.done.keys():
+        if survey.digests.keys() <= output.done.keys() and job.has_old_weights:
             job.end()
         elif batch.workers is None:
             _near(job, budget)
@@ -488,8 +489,25 @@ class _Job:
             set_aside=lambda failed: set_aside(self.source, self.survey, failed, self.batch),
         )
 
+    @property
+    def has_old_weights(self) -> bool:
+        """Return whether the model's files have not changed since the output was written.
+
+        That is not known of hub names and of adapters, whose folders an output does not name. The time of a change is
+        the system's own, which no copy brings along.
+        """
+        place = Path(self.checkpoint.name)
+        if self.request.adapter:
+            return False
+        try:
+            files = [*place.iterdir()] if place.is_dir() else [place]
+            newest = max(max(file.stat().st_mtime, file.stat().st_ctime) for file in files)
+            return newest < os.stat(in_full(self.batch.output)).st_mtime
+        except (OSError, ValueError):  # no such path
+            return False
+
     def end(self) -> None:
-        """Say that all lines were done before. The model is not loaded, so its weights are not compared."""
+        """Say that all lines were done before. The model is not loaded: its weights are those of the completions."""
         _remark(self.survey, self.checkpoint, self.request)
         self.run(Idle(), _todo(self, lambda shapes: [None] * len(shapes)))
 
