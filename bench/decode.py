@@ -44,7 +44,7 @@ from transformers import LlamaForCausalLM
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.models.prepare import fuse_modules, prepare_for_rows
 from kvkeep.planning.bandwidth import measure_bandwidth

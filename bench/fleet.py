@@ -25,7 +25,8 @@ from lib.real import Real, fitted, steps_alone
 
 import kvkeep
 from kvkeep.engine.scheduler import MIXED_TOKENS, pace_of
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep_lab.fleet.steps import Fitted, fit

@@ -26,7 +26,8 @@ from kvkeep import parse
 from kvkeep.evals.confidence import Answers, PolicyDifference, answers, difference, kept
 from kvkeep.evals.forward import Setup
 from kvkeep.evals.results import FULL, Row, grouped
-from kvkeep.models.load import embedded, find
+from kvkeep.models.load import find
+from kvkeep.models.tiny import embedded
 
 CELLS = {
     "later": (("reread", "leverage", "keydiff:document", "blend"), ("5%", "10%", "20%")),

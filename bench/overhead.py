@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 import kvkeep
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer_layout import Layout
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models.prepare import fuse_modules, prepare_for_rows
 from kvkeep.policies._head_budgets import under
 from kvkeep.types import Phase

@@ -33,7 +33,8 @@ import torch
 from lib import arguments, finish, interleaved, kernel, positive, show, speed_model
 
 import kvkeep
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep.server.app import make_app
 from kvkeep.server.model import ServedModel
 from kvkeep.server.run import HttpServer, ServerAddress, listen, settle

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models.load import embedded, load, quiet
+from kvkeep.models.load import load, quiet
 from kvkeep.models.quantized_weights import weight_bytes
 from kvkeep.models.threads import advised, cores
+from kvkeep.models.tiny import embedded
 
 
 def models() -> dict[str, torch.nn.Module]:

@@ -19,7 +19,7 @@ from lib import arguments, finish, kernel, positive, show, speed_config
 from lib.cells import System, alternating, asked, leaving_out, middle, ran, saved_model, skipped
 from lib.sizes import MIB, bounded_row_bytes, token_bytes
 
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 
 SHORT, LONG = ["512+32"], ["512+32", "512+512", "512+1024", "2048+256"]
 BASE = "transformers"

@@ -20,7 +20,8 @@ from kvkeep.evals.tune.measure import CASES, Candidate
 from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
 from kvkeep.evals.tune.search import CachedMeasure, Confirmation, TuneRecords, TuneResult, tune
 from kvkeep.models import threads
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
 

@@ -40,7 +40,7 @@ PLUG_INS = ("kvkeep.policies.", "kvkeep.evals.tasks.", "kvkeep.cli.")
 # the lower floor first; packages on one floor never import each other
 FLOORS = [
     {"version", "errors", "parameters"},
-    {"head_sharding", "pins", "result_files", "rotary"},
+    {"head_sharding", "kv_bits", "pins", "result_files", "rotary"},
     {"types", "noise", "plots"},
     {"attention_stats", "budget"},
     {"kv", "head_profile"},

@@ -6,7 +6,8 @@ import torch
 
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import AttentionInputs, choose
-from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode
+from kvkeep.kv.slot_codec import CodedSlots, encode
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.types import AttentionOptions, Slots
 from lib.gpu import Bench, middle
 

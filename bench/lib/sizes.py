@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from kvkeep import parse
-from kvkeep.kv.slot_codec import KV_BITS, scale_halves
+from kvkeep.kv_bits import KV_BITS, scale_halves
 from kvkeep.planning.cost import LayerShape, block_bytes
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError, KVKeepError, PolicyError, closest
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.policies._head_budgets import parsed as head_rule
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import available, parse, split

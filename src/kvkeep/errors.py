@@ -21,7 +21,10 @@ both by its flags, prints the message as one line and exits with code 2.
 """
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 ADDRESS = "git+https://github.com/kvkeep/kvkeep"
 """Where pip finds kvkeep, which is on no package index."""
@@ -109,6 +112,39 @@ _ALIKE = 0.5
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant, for messages about an unknown one; ``None`` if none is alike."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)), None)
+
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def renames(elsewhere: Mapping[str, str]) -> Callable[[_Called], _Called]:
+    """Return a decorator for a class or a function: a parameter that it does not have is an `InputError` with the
+    right name, and no bare ``TypeError``.
+
+    Args:
+        elsewhere: a name that users of other libraries may write → what they should write here.
+    """
+
+    def decorate(called: _Called) -> _Called:
+        function: Any = vars(called)["__init__"] if isinstance(called, type) else called
+        own = [name for name in inspect.signature(function).parameters if name != "self"]
+        known = frozenset(own)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **named: Any) -> Any:
+            if named.keys() <= known:
+                return function(*args, **named)
+            name = next(name for name in named if name not in known)
+            near = closest(name, own)
+            remedy = elsewhere.get(name) or (f"`{near}`" if near else f"one of {', '.join(own)}")
+            raise InputError(f"{called.__name__} has no parameter {name!r:.80}. Write {remedy}.")
+
+        if isinstance(called, type):
+            called.__init__ = checked  # type: ignore[misc]
+            return called
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def pip_install(extra: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from operator import index, itemgetter
-from typing import TypeAlias
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvkeep.errors import InputError, ShapeError
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Int
+    from torch import Tensor
 
 Span: TypeAlias = tuple[int, int]
 """The first position, and the position after the last one."""
@@ -134,6 +135,8 @@ def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int
         device: where the table lies.
         width: number of bounds per row; at least as many as the longest row has.
     """
+    import torch  # here, since commands read pins without it
+
     width = max([width, 2, *(2 * len(row) for row in rows)])
     filled = [[bound for span in row for bound in span] + [LAST] * (width - 2 * len(row)) for row in rows]
     return torch.tensor(filled, dtype=torch.int32, device=device).reshape(len(rows), width)

@@ -17,7 +17,8 @@ from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import AttentionInputs
 from kvkeep.backends.base import Added, SlotLimits, WantedReport
 from kvkeep.backends.triton import launch, ops, prefill_ops
-from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, blank
+from kvkeep.kv.slot_codec import CodedSlots, blank
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.types import AttentionOptions, Slots
 
 

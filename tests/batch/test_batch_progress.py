@@ -11,7 +11,7 @@ from rich.console import Console
 import kvkeep
 from kvkeep import Engine, Request, SamplingParams
 from kvkeep.batch.survey import Pace, TokenCounts
-from kvkeep.cli import console
+from kvkeep.cli import console, generate_batch
 from kvkeep.cli import progress as bars
 from kvkeep.models.load import watched
 
@@ -123,10 +123,11 @@ def test_a_job_of_one_line_shows_progress(tmp_path, monkeypatch, width):
     assert max(map(len, found)) <= width + 20  # with codes that move the cursor
 
 
-def test_a_job_with_nothing_to_do_draws_no_bar(tmp_path, monkeypatch):
+def test_a_job_with_nothing_to_do_loads_no_model_and_draws_no_bar(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}})
     assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
     screen = drawn(monkeypatch, 80)
+    monkeypatch.setattr(generate_batch, "_load", lambda *given: pytest.fail("the model was loaded"))
     assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
     assert "1 of 1 line were done before; nothing is left to do" in screen.getvalue()
     assert "%" not in screen.getvalue()

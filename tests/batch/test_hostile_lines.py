@@ -10,7 +10,8 @@ from kvkeep.batch.input import COMPLETION, BadLine, InputLine, digest, parse
 from kvkeep.batch.output import OutputFile
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import tokenization
-from kvkeep.models.load import embedded, find
+from kvkeep.models.load import find
+from kvkeep.models.tiny import embedded
 from kvkeep.openai.messages import MAX_DEPTH
 
 

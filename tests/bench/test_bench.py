@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig
 
 import kvkeep
-from kvkeep.models.load import embedded
 from kvkeep.models.packed_weights import PackedLinear
+from kvkeep.models.tiny import embedded
 from kvkeep.planning.bandwidth import Bandwidth
 
 BENCH = Path(__file__).parents[2] / "bench"

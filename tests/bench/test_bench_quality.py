@@ -19,7 +19,8 @@ import quality  # noqa: E402
 import split_texts  # noqa: E402
 
 from kvkeep.head_profile import Profile  # noqa: E402
-from kvkeep.models.load import embedded, find  # noqa: E402
+from kvkeep.models.load import find  # noqa: E402
+from kvkeep.models.tiny import embedded  # noqa: E402
 
 for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew

@@ -16,7 +16,7 @@ from kvkeep.cli.options import parse_budget
 from kvkeep.errors import BudgetError, InputError, pip_install
 from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.grid import Cell, Planned
-from kvkeep.models import load as loading
+from kvkeep.models import tiny
 from kvkeep.policies.registry import parse
 
 QUICK = ("--tasks", "perplexity", "--policies", "full,local", "--limit", 2, "--window", 40, "--budgets", "20%,12")
@@ -132,7 +132,7 @@ def test_without_matplotlib_there_is_a_table_and_a_hint(tmp_path, monkeypatch):
 
 
 def test_embedded_model_is_the_default_and_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
+    monkeypatch.setattr(tiny, "path", model_folders.folder)
     result = invoke(*QUICK, "-o", tmp_path, "--json", "--no-plots")
     assert result.exit_code == 0, result.output
     assert {row["model"] for row in json.loads(result.stdout)["rows"]} == {"embedded"}

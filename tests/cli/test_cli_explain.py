@@ -36,7 +36,7 @@ def kv(tmp_path, monkeypatch):
 
 
 def test_a_page_is_written_and_made_again_by_its_command(kv, tmp_path):
-    words = ["-f", "report.txt", "-p", "What colour is it?", "--policies", "h2o:recent=8,sinks=2,local", "-n", "3"]
+    words = ["-f", "report.txt", "-p", "What colour is it?", "--policies", "h2o:recent=8,sinks=2,local", "-n", "40"]
     done = kv(*words, "--budget", "30%", "-o", "page.html")
     assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text()
@@ -45,6 +45,7 @@ def test_a_page_is_written_and_made_again_by_its_command(kv, tmp_path):
     assert all(word in page for word in ("--policies h2o:recent=8,sinks=2,local", "--budget 30%", "--output"))
     assert "page.html" in done.output
     assert "full cache" in done.output
+    assert "<|end|>" not in done.output
     assert "--overwrite to replace it" in kv(*words, "-o", "page.html").said
     assert kv(*words, "-o", "page.html", "--overwrite").exit_code == 0
 

@@ -21,7 +21,7 @@ from kvkeep.engine import Engine
 from kvkeep.engine.detokenizer import TextPieces
 from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models import load as loading
+from kvkeep.models import tiny
 from kvkeep.models.load import find, load, quiet
 from kvkeep.models.tokenization import encode
 from kvkeep.policies import DEFAULT
@@ -206,7 +206,7 @@ def test_prompt_from_a_file_and_from_stdin(tmp_path: Path):
 
 
 def test_embedded_model_is_the_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
+    monkeypatch.setattr(tiny, "path", model_folders.folder)
     result = invoke("-p", PROMPT, "-n", 2, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["model"] == str(model_folders.folder())

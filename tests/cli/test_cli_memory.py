@@ -5,14 +5,17 @@ import json
 import os
 
 import memories
+import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep.cli import memory
 from kvkeep.cli.main import app
+from kvkeep.cli.policies import label_of
 from kvkeep.cli.shell_completion import snapshots
+from kvkeep.policies.registry import available, label, parse, spec
+from kvkeep.snapshot.positions import HeldPositions
 
 
 def run(*words, **env):
@@ -53,8 +56,18 @@ def test_a_policy_has_its_short_name(tmp_path):
     assert "keydiff:later" in run(path).output
 
 
-def test_json_has_every_position(tmp_path):
-    path, snapshot = memories.save(tmp_path / "report.kvkeep"), memories.snapshot()
+def test_short_names_are_found_without_the_policies():
+    for name, cls in available().items():
+        for options in ("", *cls.presets.values(), *(f"{text},keep_prompt=0.5" for text in cls.presets.values())):
+            text = spec(parse(f"{name}:{options}" if options else name))
+            assert label_of(text) == label(text)
+    assert label_of("h2o:unknown=3") == "h2o:unknown=3"
+    assert label_of("nobody's:own=3") == "nobody's:own=3"
+
+
+@pytest.mark.parametrize("policy", ["h2o", "adakv:window=2", "leverage"])
+def test_json_has_every_position(policy, tmp_path):
+    path, snapshot = memories.save(tmp_path / "report.kvkeep", policy), memories.snapshot(policy)
     found = json.loads(run(path, "--json").stdout)
     assert found["bytes"] == path.stat().st_size
     assert found["token_ids"] == snapshot.tokens.tolist()
@@ -63,19 +76,20 @@ def test_json_has_every_position(tmp_path):
         for head, ranges in enumerate(layer["positions"]):
             held = sorted(position for position in copy.positions[head].tolist() if position >= 0)
             assert [one for start, stop in ranges for one in range(start, stop + 1)] == held
+        assert layer["bytes"] == copy.nbytes
         assert layer["held"] == [len(positions[positions >= 0]) for positions in copy.positions]
 
 
 def test_shares_of_a_text():
-    positions = torch.tensor([[0, 1, 7, -1], [0, -1, -1, -1]])
+    positions = np.array([[0, 1, 7, -1], [0, -1, -1, -1]])
     assert memory.shares_of(positions, 8, 4) == [0.75, 0, 0, 0.25]
     assert memory.shares_of(positions, 8, 3) == [pytest.approx(3 / 6), 0, pytest.approx(1 / 4)]
-    assert memory.ranges_of(torch.tensor([5, -1, 3, 4, 9])) == [[3, 5], [9, 9]]
+    assert memory.ranges_of(np.array([5, -1, 3, 4, 9])) == [[3, 5], [9, 9]]
 
 
-def test_the_drawing_has_letters_where_a_terminal_has_no_blocks():
+def test_the_drawing_has_letters_where_a_terminal_has_no_blocks(tmp_path):
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    memory._draw(Console(file=file, width=80), memories.snapshot())
+    memory._draw(Console(file=file, width=80), HeldPositions.read(memories.save(tmp_path / "a.kvkeep")))
     file.seek(0)
     assert "." in file.read()
 

@@ -15,8 +15,8 @@ from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_bytes
 from kvkeep.cli.plan import parse_speed
 from kvkeep.errors import InputError
-from kvkeep.models import load as loading
-from kvkeep.planning import model_shapes
+from kvkeep.models import tiny
+from kvkeep.planning import families, model_shapes
 from kvkeep.planning.bandwidth import Bandwidth
 from kvkeep.planning.plan import plan as plan_of
 from kvkeep.policies import DEFAULT
@@ -185,7 +185,7 @@ def test_it_says_how_prompts_are_read():
 
 
 def test_the_embedded_model_is_the_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
+    monkeypatch.setattr(tiny, "path", model_folders.folder)
     assert json.loads(invoke("--json").stdout) == {**as_json(), "model": "embedded"}
 
 
@@ -363,6 +363,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path):
 
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(families, "counted", lambda name: None)
     monkeypatch.setattr(model_shapes, "trained_length", lambda config: None)
     assert "give --context, in tokens" in refused()
     assert as_json("--context", 50)["context_tokens"] == 50

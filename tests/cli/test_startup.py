@@ -1,9 +1,12 @@
 """How a command begins: what it refuses or knows without a model imports neither torch nor transformers."""
 
 import gc
+import shutil
 import subprocess
 import sys
 
+import memories
+import model_folders
 import pytest
 
 from kvkeep.cli import startup
@@ -16,6 +19,7 @@ LIGHT = [
     ["policies", "--json"],
     ["policies", "show", "h2o"],
     ["policies", "show", "snapkv:default"],
+    ["policies", "show", "h20"],
     ["generate"],
     ["generate", NO_MODEL, "-p", "Hi"],
     ["generate", "no-such-model.gguf", "-p", "Hi"],
@@ -37,6 +41,15 @@ LIGHT = [
     ["calibrate", "--text", "no-such.txt", "-o", "heads.json"],
     ["tune", "--text", "no-such.txt"],
     ["eval", NO_MODEL, "--tasks", "recall", "--output", "results"],
+    ["eval", "--tasks", "recal", "--output", "results"],
+    ["eval", "--policies", "h20,local", "--output", "results"],
+    ["tune", "--text", "text.txt", "--policies", "full,h2o:recent=4,sinks=2,h20@8"],
+    ["explain", "-f", "text.txt", "-p", "Hi", "--policies", "h20", "--terminal"],
+    ["generate", "-p", "Hi", "--policy", "h20"],
+    ["generate", "-p", "Hi", "--dtype", "f32"],
+    ["chat", "--policy", "h20"],
+    ["plan", "--policy", "h20"],
+    ["plan", "--dtype", "f32"],
     ["calibrate", NO_MODEL, "--text", "text.txt", "-o", "heads.json"],
     ["serve", NO_MODEL],
     ["plan", NO_MODEL],
@@ -46,21 +59,22 @@ LIGHT = [
 ]
 """Commands that import neither torch nor transformers."""
 
-WITH_TORCH = [
-    ["policies", "show", "h20"],
-    ["env"],
+WITH_NUMPY = [
     ["memory", "memory.kvkeep"],
-    ["chat", "--list", "--sessions", "."],
-    ["generate", "-p", "Hi", "--policy", "h20"],
+    ["memory", "saved.kvkeep"],
     ["generate", "-p", "Hi", "--memory", "memory.kvkeep"],
-    ["generate", "-p", "Hi", "--config", "kvkeep.toml"],
     ["chat", "--memory", "memory.kvkeep"],
-    ["eval", "--policies", "h20,local", "--output", "results"],
-    ["tune", "--text", "text.txt", "--policies", "h20"],
-    ["explain", "-f", "text.txt", "-p", "Hi", "--policies", "h20", "--terminal"],
-    ["generate", "-p", "Hi", "--dtype", "f32"],
-    ["chat", "--policy", "h20"],
-    ["plan", "--policy", "h20"],
+    ["chat", "--list", "--sessions", "sessions"],
+]
+"""Commands that import neither torch nor transformers, but NumPy for tables of positions."""
+
+WITH_TORCH = [
+    ["plan"],
+    ["plan", "llama", "--policy", "h2o", "-b", "20%", "--kv-bits", "8", "--memory", "1GB", "--json"],
+    ["env"],
+    ["generate", "-p", "Hi", "--policy", "h2o:recnt=4"],
+    ["generate", "-p", "Hi", "--config", "kvkeep.toml"],
+    ["eval", "--policies", "h2o:recnt=4,local", "--output", "results"],
     ["serve", "--device", "gpu"],
 ]
 """Commands that import torch, and nothing of transformers."""
@@ -78,14 +92,22 @@ for words in {commands!r}:
 
 @pytest.mark.parametrize(
     ("commands", "packages"),
-    [(LIGHT, {"torch", "transformers", "numpy"}), (WITH_TORCH, {"transformers"})],
-    ids=["without torch", "without transformers"],
+    [
+        (LIGHT, {"torch", "transformers", "numpy"}),
+        (WITH_NUMPY, {"torch", "transformers"}),
+        (WITH_TORCH, {"transformers"}),
+    ],
+    ids=["without torch and numpy", "without torch", "without transformers"],
 )
 def test_commands_import_no_more_than_they_need(commands, packages, tmp_path):
     (tmp_path / "empty").mkdir()
+    shutil.copytree(model_folders.folder(), tmp_path / "llama")
     (tmp_path / "text.txt").write_text("a text")
     (tmp_path / "memory.kvkeep").write_text("no memory")
     (tmp_path / "kvkeep.toml").write_text("budgett = 3")
+    memories.save(tmp_path / "saved.kvkeep")
+    (tmp_path / "sessions" / "mine").mkdir(parents=True)
+    memories.save(tmp_path / "sessions" / "mine" / "memory.kvkeep")
     script = SCRIPT.format(commands=commands, packages=packages)
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 

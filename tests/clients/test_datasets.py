@@ -21,6 +21,7 @@ from kvkeep.evals.tasks.choice import MultipleChoice
 from kvkeep.evals.tasks.longbench import LongBench
 from kvkeep.evals.tasks.ruler import Ruler
 from kvkeep.models import load as loading
+from kvkeep.models import tiny
 
 BOOK = {
     "question_stem": "A fox is",
@@ -63,7 +64,7 @@ def test_tasks_run_on_saved_data_sets(tmp_path):
     dataset([row] * 2).save_to_disk(tmp_path / "hotpotqa")
     asked = {"title": "A", "context": "A blue sky.", "question": "Which?", "answers": {"text": ["blue"]}}
     dataset([asked] * 2).save_to_disk(tmp_path / "squad_v2")
-    checkpoint = loading.find(loading.embedded())
+    checkpoint = loading.find(tiny.embedded())
     options = Options(data=str(tmp_path), limit=1, shots=1, contexts=(900,))
     assert list(MultipleChoice.load(checkpoint, options).asked) == ["openbookqa,shots=1"]
     assert list(LongBench.load(checkpoint, options).made) == ["hotpotqa"]

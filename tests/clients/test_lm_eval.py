@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from kvkeep.errors import InputError
 from kvkeep.evals.lm_eval import command
 from kvkeep.evals.tasks import choice
-from kvkeep.models.load import embedded
+from kvkeep.models.tiny import embedded
 
 FOLDERS = {"llama": lambda: str(model_folders.folder()), "embedded": embedded}
 ANIMALS = ("fox", "dog", "cat", "bird", "cow", "horse")

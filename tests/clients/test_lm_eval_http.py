@@ -9,7 +9,7 @@ import yaml
 from server.running import NAME, checkpoint, model
 
 import kvkeep
-from kvkeep.models.load import embedded
+from kvkeep.models.tiny import embedded
 
 TEXTS = [
     ("Once upon a time there was a", [" little girl named Lily.", " the of and with", " stone."], 0),

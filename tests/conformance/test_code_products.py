@@ -9,7 +9,8 @@ import torch
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import AttentionInputs, reference
 from kvkeep.backends.native import Native, bindings, build
-from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, Codes, encode, encode_keys, hadamard
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.types import AttentionOptions, Slots
 
 from .cases import DTYPES, NOW, backend_of, token

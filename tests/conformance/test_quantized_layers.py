@@ -7,7 +7,7 @@ from sweeps import sweep
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.policies._head_budgets import under
 from kvkeep.types import AttentionOptions, Phase
 

@@ -8,7 +8,8 @@ import torch
 from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_codes, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
-from kvkeep.kv.slot_codec import KV_BITS, LazySlots, Vectors, encode, encode_keys
+from kvkeep.kv.slot_codec import LazySlots, Vectors, encode, encode_keys
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.types import AttentionOptions, Ranges
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, SLOW, backend_of, check_alike, on, token

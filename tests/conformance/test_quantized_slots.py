@@ -5,7 +5,8 @@ import torch
 
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import AttentionInputs, in_codes
-from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode, encode_keys
+from kvkeep.kv.slot_codec import CodedSlots, encode, encode_keys
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions
 

@@ -10,7 +10,8 @@ from sweeps import sweep
 from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_codes
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.kv.slot_codec import HALVES, KV_BITS, CodedSlots, Codes, KeyTransform, decode, encode, encode_keys
+from kvkeep.kv.slot_codec import CodedSlots, Codes, KeyTransform, decode, encode, encode_keys
+from kvkeep.kv_bits import HALVES, KV_BITS
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Report, Slots
 

@@ -13,8 +13,9 @@ from kvkeep.errors import BudgetError, ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
 from kvkeep.kv.row_copy import put_row, take_row
-from kvkeep.kv.slot_codec import CODES, KV_BITS
+from kvkeep.kv.slot_codec import CODES
 from kvkeep.kv.store import QUANTIZED, DenseStore
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.types import EMPTY, AttentionOptions
 
 from .dummy_store import DummyStore

@@ -6,7 +6,7 @@ import pytest
 from sweeps import sweep
 
 import kvkeep
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.policies._head_budgets import under
 from kvkeep.testing import LAWS, Case
 

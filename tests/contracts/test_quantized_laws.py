@@ -7,7 +7,7 @@ from sweeps import sweep
 from test_laws import PLAIN, SIZES
 
 import kvkeep
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.testing import LAWS, Case
 
 TRIPLES = [(law, policy, bits) for law in LAWS for policy in PLAIN for bits in KV_BITS]

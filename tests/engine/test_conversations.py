@@ -12,7 +12,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.conversations import LEAST_TOKENS
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, PolicyError, SnapshotError
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .models import model
 from .test_equal import prompt_of

@@ -11,7 +11,7 @@ from kvkeep.engine import Request
 from kvkeep.engine.drops import Drop, dropped, drops_of, left_out, missing_messages, most_held, told_apart
 from kvkeep.errors import CapacityError, InputError, SnapshotError
 from kvkeep.pins import without
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .models import DEVICE, model
 from .session_models import engine_of, short

@@ -16,8 +16,8 @@ from kvkeep.engine import Engine, Request, swapping
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.joint_block import PartBlock
-from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.kv.store import DenseStore
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.types import MemoryUsage, Phase
 
 from .models import CONFIGS, DEVICE, model

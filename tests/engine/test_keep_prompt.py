@@ -7,7 +7,7 @@ import kvkeep
 from kvkeep import BudgetError, InputError, SnapshotError
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .models import alone, model
 from .session_models import answers, engine_of, short

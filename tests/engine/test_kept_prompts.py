@@ -10,7 +10,7 @@ import kvkeep
 from kvkeep.cache import prompt_kv
 from kvkeep.cache.prompt_kv import rows_to_read
 from kvkeep.engine import Engine
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .models import model
 from .test_conversations import FIRST, PLENTY, anew, ask, engine_of, turns, wish

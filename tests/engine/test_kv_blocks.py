@@ -9,7 +9,7 @@ import torch
 
 from kvkeep.engine import Request
 from kvkeep.kv.row_copy import take_row, take_rows
-from kvkeep.snapshot import put
+from kvkeep.snapshot.contents import put
 
 from .session_models import engine_of, short
 from .test_equal import prompt_of

@@ -6,12 +6,12 @@ import model_folders
 import pytest
 import torch
 
-import kvkeep
 from kvkeep import BoundedCache
 from kvkeep.engine import passages
 from kvkeep.engine.passages import CUE, TOLD, Passages, places, smallest
 from kvkeep.errors import InputError
 from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tiny.documents import document
 from kvkeep.models.tokenization import Writer
 
@@ -46,7 +46,7 @@ def test_they_are_spread_and_tell_rare_tokens():
 @functools.cache
 def writer():
     with quiet():
-        checkpoint = find(kvkeep.models.load.embedded())
+        checkpoint = find(embedded())
         return Writer(checkpoint, read_weights(checkpoint, "float32", "cpu"))
 
 

@@ -8,7 +8,7 @@ import kvkeep
 from kvkeep import BoundedCache
 from kvkeep.engine import Engine, Request, swapping
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 
 from .models import model
 from .test_equal import prompt_of

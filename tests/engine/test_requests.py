@@ -11,7 +11,8 @@ from kvkeep.batch.input import parse
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError
-from kvkeep.models.load import embedded, load
+from kvkeep.models.load import load
+from kvkeep.models.tiny import embedded
 
 from .models import DEVICE, model
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvkeep import BudgetError, InputError, SnapshotError
 from kvkeep.engine import Request
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .session_models import BUDGET, answers, engine_of, short
 from .test_equal import prompt_of

@@ -16,7 +16,7 @@ from kvkeep.engine import Engine
 from kvkeep.engine.dispatcher import FairLock
 from kvkeep.engine.session_store import SessionStore
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .models import model
 from .session_models import answers, engine_of, short

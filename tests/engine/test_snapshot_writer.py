@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvkeep.engine import Request
-from kvkeep.snapshot import Snapshot
 from kvkeep.snapshot import snapshot as snapshots
+from kvkeep.snapshot.snapshot import Snapshot
 
 from .session_models import answers, engine_of, short
 from .test_equal import prompt_of

@@ -20,7 +20,8 @@ from kvkeep.evals.tasks.hidden import KeyValue, Needle, Passkey
 from kvkeep.evals.tasks.longbench import LongBench
 from kvkeep.evals.tasks.ruler import Ruler
 from kvkeep.models import load as loading
-from kvkeep.models.load import embedded, quiet
+from kvkeep.models.load import quiet
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 
 SQUAD = {

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep import BoundedCache, Engine, InputError, Layer, UnsupportedModelError
-from kvkeep.kv.slot_codec import KV_BITS, check_bits
+from kvkeep.kv_bits import KV_BITS, check_bits
 from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.types import AttentionOptions, Phase
 
@@ -201,7 +201,8 @@ def with_outliers(net, factor):
 
 def losses_beside_outliers(monkeypatch, **given):
     """Losses of the embedded model with two large channels: exact, at 4 bits, at 4 bits without the Hadamard matrix."""
-    from kvkeep.models.load import embedded, load
+    from kvkeep.models.load import load
+    from kvkeep.models.tiny import embedded
 
     net, tokenizer = load(embedded(), dtype="float32")
     text = "Once upon a time there was a little girl who loved to play in the garden with her dog. " * 4

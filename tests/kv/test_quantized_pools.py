@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep import BoundedCache, Layer, UnsupportedModelError
 from kvkeep.cache.shared_budget import SharedBudget
-from kvkeep.kv.slot_codec import KV_BITS, TRANSFORMS
+from kvkeep.kv_bits import KV_BITS, TRANSFORMS
 from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.policies._head_budgets import under
 from kvkeep.types import Phase

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kvkeep.kv.slot_codec import CodedSlots, KeyTransform, decode, encode, finite, group_size, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, KeyTransform, decode, encode, finite, hadamard
+from kvkeep.kv_bits import group_size
 from kvkeep.types import Slots
 
 DIMS = [64, 128, 80, 96, 48, 16, 144, 576]

@@ -13,7 +13,8 @@ from kvkeep.attention_probe import tapes
 from kvkeep.cache.rotary_probe import rotations_for
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.kv.slot_codec import EXPONENTS, TRANSFORMS, KeyTransform, decode, encode_keys
+from kvkeep.kv.slot_codec import KeyTransform, decode, encode_keys
+from kvkeep.kv_bits import EXPONENTS, TRANSFORMS
 from kvkeep.models import key_transforms as measuring
 from kvkeep.models.key_transforms import key_transforms
 

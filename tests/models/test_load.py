@@ -16,11 +16,11 @@ from transformers.utils import logging as transformers_logging
 
 import kvkeep
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
-from kvkeep.models import files
-from kvkeep.models import load as loading
+from kvkeep.models import files, tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import no_conversion_service
-from kvkeep.models.load import embedded, find, load, quiet, read_weights
+from kvkeep.models.load import find, load, quiet, read_weights
+from kvkeep.models.tiny import embedded
 
 
 @pytest.fixture(autouse=True)
@@ -396,7 +396,7 @@ def test_embedded_model_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, err
     def fail() -> Path:
         raise error
 
-    monkeypatch.setattr(loading.tiny, "path", fail)
+    monkeypatch.setattr(tiny, "path", fail)
     with expect(ModelFileError, "(no embedded model|corrupted)", "Give a `model`"):
         embedded()
 

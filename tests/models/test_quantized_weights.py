@@ -24,9 +24,10 @@ from kvkeep.cli.main import app
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.models import prepare, quantized_weights
 from kvkeep.models.compile import compile_layers
-from kvkeep.models.load import embedded, find, load, quiet, read_weights
+from kvkeep.models.load import find, load, quiet, read_weights
 from kvkeep.models.packed_weights import pack_weights
 from kvkeep.models.quantized_weights import is_packable, weight_bytes
+from kvkeep.models.tiny import embedded
 from kvkeep.models.weight_hash import fingerprint
 
 torchao = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao")

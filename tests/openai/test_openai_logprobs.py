@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 import kvkeep
 from kvkeep.engine.detokenizer import StopText, TokenSpans, TokenTexts
 from kvkeep.engine.request import Logprob
-from kvkeep.models.load import embedded, find
+from kvkeep.models.load import find
+from kvkeep.models.tiny import embedded
 from kvkeep.openai.logprobs import ScoredTokens, columns, content, echoed
 
 KINDS = ("bytes", "fallback")

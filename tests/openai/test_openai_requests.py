@@ -12,7 +12,8 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import RepetitionDetectionParams, SamplingParams
 from kvkeep.errors import InputError
-from kvkeep.models.load import embedded, find
+from kvkeep.models.load import find
+from kvkeep.models.tiny import embedded
 from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error

@@ -33,7 +33,7 @@ from kvkeep.kv.block import numbers
 from kvkeep.models.load import quiet
 from kvkeep.planning import cost
 from kvkeep.planning.cost import Cost, Experts, LayerShape, ModelShape, Workspace
-from kvkeep.planning.model_shapes import outline
+from kvkeep.planning.families import outline
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep.types import AttentionOptions, Phase
@@ -395,7 +395,7 @@ def test_outline_knows_windows_experts_and_dtype(tmp_path: Path):
     assert experts.dtype == torch.float16
     assert experts.shape.experts == Experts(2 * 4 * 3 * 256 * 704, 4, 2)
     assert experts.shape.widest == 2 * 2 * 704  # gate and up of two experts
-    assert not experts.quantised
+    assert not experts.is_quantized
 
 
 def test_outline_reads_a_file_a_folder_without_weights_and_one_with(tmp_path: Path):

@@ -23,10 +23,10 @@ from kvkeep.engine import Engine
 from kvkeep.engine.host_copies import COPIES
 from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
-from kvkeep.models import load as loading
+from kvkeep.models import tiny
 from kvkeep.models.key_transforms import key_transforms
 from kvkeep.models.load import find, quiet, read_weights
-from kvkeep.planning import bandwidth, model_shapes
+from kvkeep.planning import bandwidth, families, model_shapes
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.cost import LayerShape, joint_bytes
 from kvkeep.planning.plan import Plan, plan
@@ -331,7 +331,7 @@ def test_a_configuration_file_a_folder_and_the_embedded_model(tmp_path: Path, mo
     whole = both(made())
     bare = model_folders.copy(tmp_path / "m", "*.safetensors", "tokenizer*")
     assert both(made(model=bare)) == both(made(model=bare / "config.json")) == whole
-    monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
+    monkeypatch.setattr(tiny, "path", model_folders.folder)
     assert both(plan()) == whole
 
 
@@ -405,6 +405,7 @@ def test_learned_positions_end():
 
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(families, "counted", lambda name: None)
     monkeypatch.setattr(model_shapes, "trained_length", lambda config: None)
     with pytest.raises(InputError, match="give `context`, in tokens"):
         made()

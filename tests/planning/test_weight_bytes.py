@@ -176,7 +176,7 @@ def test_fields_that_make_no_sense(tmp_path: Path, fields: object):
     plain = planned(tmp_path, config).bounded.weight_bytes
     found = planned(tmp_path, {**config, "quantization_config": fields})
     assert 0 < found.bounded.weight_bytes <= plain
-    assert found.setting.outline.quantised
+    assert found.setting.outline.is_quantized
 
 
 @pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")

@@ -17,7 +17,8 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
 import kvkeep  # noqa: E402
-from kvkeep.models.load import embedded, find, quiet, read_weights  # noqa: E402
+from kvkeep.models.load import find, quiet, read_weights  # noqa: E402
+from kvkeep.models.tiny import embedded  # noqa: E402
 from kvkeep.server.app import make_app  # noqa: E402
 from kvkeep.server.model import ServedModel, tool_use_of  # noqa: E402
 from kvkeep.server.run import HttpServer, ServerAddress, listen  # noqa: E402

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.models.load import embedded
+from kvkeep.models.tiny import embedded
 from kvkeep.openai.messages import HERMES, LLAMA3, MISTRAL
 from kvkeep.openai.requests import CHAT, read
 from kvkeep.server.model import tool_use_of

@@ -11,7 +11,7 @@ from kvkeep.cache.layer import Layer
 from kvkeep.cache.row_snapshot import new_block
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
-from kvkeep.snapshot import put, take
+from kvkeep.snapshot.contents import put, take
 from kvkeep.testing import Case, Tape
 from kvkeep.types import Phase
 

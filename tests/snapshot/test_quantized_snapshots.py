@@ -10,7 +10,7 @@ from snapshot_models import bounded, feed, ids, model
 
 from kvkeep import BoundedCache, Snapshot
 from kvkeep.errors import SnapshotError
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.snapshot import snapshot as snapshots
 
 

@@ -12,7 +12,8 @@ import kvkeep
 from kvkeep import budget as budgets
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import Recall
-from kvkeep.models.load import embedded, find, read_weights
+from kvkeep.models.load import find, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tiny.recall import question
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse

@@ -161,7 +161,7 @@ class Layer:
         before: the layer before this one, for a policy that prunes through the layers; ``None`` in the first layer.
         together: the layers that share their budget with this one; ``None``: none do.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
-        kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
+        kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv_bits.KV_BITS`; ``None``: the model's
             dtype.
         checked: whether the policy has been asked already whether the budget is enough, as `Layout.spread` does for
             all layers at once.

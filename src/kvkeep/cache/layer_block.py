@@ -93,7 +93,7 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
     Args:
         policy: the policy.
         numbers: the budgets.
-        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values, a name of `kvkeep.kv_bits.KV_BITS`; ``None``: the model's dtype.
     """
     return kind_of(kv_bits, pooled=bool(policy.spreads) or any(isinstance(number, tuple) for number in numbers))
 

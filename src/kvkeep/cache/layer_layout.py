@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from transformers import PreTrainedConfig, cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvkeep import budget as budgets
 from kvkeep.budget import Number
 from kvkeep.cache.eviction import check_pins
-from kvkeep.cache.rotary_probe import Rotations, position_mode, rotations_for, slot_rotations
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies import FALLBACK
 from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
 from kvkeep.policies._keep_prompt import check_budget, check_read
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from kvkeep.cache.rotary_probe import Rotations
 
 DEFAULT_BUDGET = 1024
 """Tokens kept per layer and head where nobody says how many."""
@@ -48,12 +49,6 @@ _REASONS = {
 }
 """Why a kind of layer cannot be bounded."""
 
-_WITH_KEYS = (
-    *(DynamicLayer, DynamicSlidingWindowLayer, cache_utils.LinearAttentionAndFullAttentionLayer),
-    getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", DynamicLayer),  # not in transformers 5.5
-)
-
-
 _MOST_BUDGETS = 256
 """So many budgets are remembered with their spread."""
 
@@ -70,7 +65,7 @@ class Layout:
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         positions: the mode in which attention sees positions, ``true`` or ``slot``.
         rotations: the rotary embeddings of the layers that rotate, where slot positions or the policy need them.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.check_bits`; ``None``: the model's
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.check_bits`; ``None``: the model's
         dtype.
         heads: which KV heads of each layer this process holds.
     """
@@ -107,8 +102,49 @@ class Layout:
             UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
                 needs to undo and kvkeep cannot.
         """
-        windows, kv_bits = windows_of(config), check_bits(kv_bits)
+        from kvkeep.cache.rotary_probe import position_mode, rotations_for, slot_rotations  # imports transformers
+
+        windows = windows_of(config)
         mode = position_mode(config, positions, own=policy.defaults.positions)
+        rotations: Rotations = {}
+        if mode == "slot":
+            rotations = slot_rotations(config)
+        elif policy.unrotates or policy.needs_rotary:
+            rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
+        heads, own = Heads.of(config), policy.defaults.layer_budget
+        asked = layer_budget not in (None, own)
+        profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
+        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "profile": profile}
+        rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "kv_bits": kv_bits}
+        return cls.over(windows, policy, **spread, **rules, positions=mode, rotations=rotations, heads=heads)
+
+    @classmethod
+    def over(  # noqa: PLR0913  what `of` reads, and the choices of a user
+        cls,
+        windows: dict[int, int | None],
+        policy: Policy,
+        *,
+        prefill_chunk: int | None = None,
+        layer_budget: str | Sequence[float] | None = None,
+        head_budget: str | None = None,
+        kv_bits: str | int | None = None,
+        positions: Literal["true", "slot"] = "true",
+        rotations: Rotations | None = None,
+        profile: Profile | None = None,
+        heads: Heads = ALONE,
+    ) -> Layout:
+        """Return the layout for a model of which nothing but its layers is known, if `is_enough` says so.
+
+        Args:
+            windows: sliding window of each layer with slots, see `windows_of`.
+            policy: the eviction policy.
+            prefill_chunk, layer_budget, head_budget, kv_bits: see `of`.
+            positions, rotations, profile, heads: see `Layout`; what `of` reads in a configuration.
+
+        Raises:
+            KVKeepError: see `of`.
+        """
+        kv_bits = check_bits(kv_bits)
         if policy.cascades and (prefill_chunk or any(windows.values())):
             raise UnsupportedOperationError(
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
@@ -116,14 +152,8 @@ class Layout:
             )
         own = policy.defaults.layer_budget  # which may depend on the rule for heads
         how = own if layer_budget is None else layer_budget
-        rotations: Rotations = {}
-        if mode == "slot":
-            rotations = slot_rotations(config)
-        elif policy.unrotates or policy.needs_rotary:
-            rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
-        policy, heads = under(policy, head_budget), Heads.of(config)
         asked = layer_budget not in (None, own)
-        profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
+        policy = under(policy, head_budget)
         # the heads of all layers can share what layers with sliding windows leave
         beside_windows = str(how).startswith("sliding")
         policy = beside(policy, profile, list(windows))
@@ -140,7 +170,13 @@ class Layout:
         if policy.shares_layers:
             # scores divide the budget of all layers at once, so a rule for layers would have no effect
             how = how if beside_windows else "uniform"
-        return cls(policy, windows, how, mode, rotations, head_budget, profile, kv_bits, heads)
+        return cls(policy, windows, how, positions, rotations or {}, head_budget, profile, kv_bits, heads)
+
+    @staticmethod
+    def is_enough(policy: Policy, *, positions: str | None, head_budget: str | None) -> bool:
+        """Return whether a model's windows say all that `of` would read in its configuration."""
+        rotates = "slot" in (positions, policy.defaults.positions) or policy.unrotates or policy.needs_rotary
+        return positions in (None, "true") and not rotates and not str(head_budget).startswith(PROFILE)
 
     @property
     def undoes(self) -> bool:
@@ -269,9 +305,15 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
+    from transformers import cache_utils  # here, since plans of most models need only the rest of this module
+
+    together = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+    # the second of them is not in transformers 5.5
+    states = (getattr(cache_utils, name) for name in together if hasattr(cache_utils, name))
+    with_keys = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, *states)
     _check_layer_types(config.get_text_config(decoder=True))
     try:
-        layers = DynamicCache(config=config).layers
+        layers = cache_utils.DynamicCache(config=config).layers
     except AttributeError as error:
         raise UnsupportedModelError(
             f"{type(config).__name__} describes no layers of a decoder that generates text ({error!s:.120})."
@@ -282,9 +324,9 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
             "to bound. Update transformers."
         )
     return {
-        i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        i: layer.sliding_window if isinstance(layer, cache_utils.DynamicSlidingWindowLayer) else None
         for i, layer in enumerate(layers)
-        if type(layer) in _WITH_KEYS  # not isinstance: a subclass may hold something else than keys of tokens
+        if type(layer) in with_keys  # not isinstance: a subclass may hold something else than keys of tokens
     }
 
 

@@ -23,7 +23,8 @@ from kvkeep.errors import InputError
 from kvkeep.head_profile import Profile
 from kvkeep.models import threads
 from kvkeep.models.files import cached_if_unreachable, locate
-from kvkeep.models.load import embedded, find, quiet, read_config
+from kvkeep.models.load import find, quiet, read_config
+from kvkeep.models.tiny import embedded
 
 # What ``kvkeep calibrate`` prints about a profile.
 

@@ -1,6 +1,6 @@
 """The list of saved conversations, from the headers of their files: the work of ``kvkeep chat --list``.
 
-Importing this module imports torch, and nothing of transformers.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations

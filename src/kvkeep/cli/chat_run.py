@@ -119,7 +119,9 @@ def _show_memory(talk: ChatSession) -> None:
         return
     layers = state.contents.layers
     held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
-    full = console.show_bytes(full_bytes(state))
+    stored = ((layer.tensors["store.keys"], layer.tensors["store.values"]) for layer in layers)
+    shapes = ((len(keys), keys.shape[-1], values.shape[-1]) for keys, values in stored)
+    full = console.show_bytes(full_bytes(state.fingerprint, shapes, state.seen))
     rows = {
         "conversation": f"{talk.place.name}, {console.count(talk.turns, 'turn')}",
         "policy": f"{label(talk.session.policy)}, budget {talk.session.budget}",

@@ -83,7 +83,8 @@ def demo(
     Runs the embedded model on the CPU; nothing is downloaded.
     """
     with fast_imports():
-        from kvkeep.models.load import embedded, find, quiet, read_weights
+        from kvkeep.models.load import find, quiet, read_weights
+        from kvkeep.models.tiny import embedded
         from kvkeep.models.tokenization import Writer
 
     screen = console.out()

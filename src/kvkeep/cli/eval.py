@@ -30,6 +30,7 @@ from kvkeep.cli.options import (
     parse_tokens,
 )
 from kvkeep.errors import InputError
+from kvkeep.evals.task_names import split_tasks
 from kvkeep.policies import DEFAULT
 
 GRID, TASKS = "Grid", "Tasks"
@@ -372,11 +373,13 @@ class EvalOptions(ModelOptions):
         return {**given, **replaced(given["recipe"], given["quick"])}
 
     def check_values(self) -> None:
-        """Refuse a model or a policy that does not exist, and names of dtypes and devices.
+        """Refuse a task, a model or a policy that does not exist, and names of dtypes and devices.
 
         Raises:
             KVKeepError: one of them cannot be used.
         """
+        if self.is_run:
+            split_tasks(self.tasks)
         super().check_values()
         if self.is_run:
             check_policies(self.policies)

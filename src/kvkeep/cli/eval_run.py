@@ -36,11 +36,13 @@ from kvkeep.evals.run import CellRunner, Grid, PartSource, cells_to_run, lay_out
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import find, quiet, read_weights
 from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 from kvkeep.planning.bandwidth import measure_bandwidth
-from kvkeep.planning.model_shapes import Outline, outline
+from kvkeep.planning.families import outline
+from kvkeep.planning.outline import Outline
 from kvkeep.planning.plan import plan
 from kvkeep.result_files import as_text, command
 from kvkeep.scale.cluster import check_ray

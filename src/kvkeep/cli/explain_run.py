@@ -25,7 +25,8 @@ from kvkeep.explain.explain import check, explain
 from kvkeep.explain.explanation import Explanation, PolicyRun
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import find, quiet
+from kvkeep.models.tiny import embedded
 from kvkeep.result_files import write_whole
 
 # A record on a terminal: the text under each policy, side by side, shaded by the share of heads that hold a token.
@@ -160,15 +161,13 @@ def _sum(found: Explanation) -> None:
         end = run.ledger.answered
         figures.add_row(
             run.policy,
-            console.printable("".join(run.answer).strip()),
+            console.printable(found.text_of(run.answer)),
             f"{run.agreement:.0%}",
             console.show_bytes(end.allocated_bytes),
             console.show_factor(end.full_bytes / end.allocated_bytes),
         )
     full = max(run.ledger.answered.full_bytes for run in found.runs)
-    figures.add_row(
-        "full cache", console.printable("".join(found.answer).strip()), "", console.show_bytes(full), "1.0×"
-    )
+    figures.add_row("full cache", console.printable(found.text_of(found.answer)), "", console.show_bytes(full), "1.0×")
     console.out().print(figures)
     for run in found.runs:
         if run.parting is not None:
@@ -178,9 +177,9 @@ def _sum(found: Explanation) -> None:
 def _parting(found: Explanation, place: int, run: PolicyRun) -> str:
     """Return in words where an answer parts from the full cache's: its token there, and the full cache's."""
     ours, theirs = run.answer[place:][:1], found.answer[place:][:1]
-    return f"token {place + 1}, {_quoted(ours)} in place of {_quoted(theirs)}"
+    return f"token {place + 1}, {_quoted(ours, found)} in place of {_quoted(theirs, found)}"
 
 
-def _quoted(token: list[str]) -> str:
-    """Return a token in quotes; a list without one is the end of the text."""
-    return console.visible(repr(token[0])) if token else "an end"
+def _quoted(token: list[str], found: Explanation) -> str:
+    """Return a token in quotes; a special one, or a list without one, is the end of the text."""
+    return console.visible(repr(token[0])) if token and token[0] not in found.special else "an end"

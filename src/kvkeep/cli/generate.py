@@ -239,9 +239,9 @@ class GenerationOptions(CacheOptions):
         super().check_values()
         check_policy(self.policy)
         if self.memory is not None:
-            from kvkeep.snapshot.snapshot import SnapshotAbout  # imports torch
+            from kvkeep.snapshot.positions import HeldPositions  # imports NumPy
 
-            SnapshotAbout.read(self.memory)
+            HeldPositions.read(self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)

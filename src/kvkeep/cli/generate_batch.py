@@ -40,7 +40,7 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result, checked_guard
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders, weights_of_all
 from kvkeep.models.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ from kvkeep.parameters import MAX_TOKENS
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, spec
 from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.result_files import in_full
 from kvkeep.scale import remote_files
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.remote_files import Destination, is_foreign_output
@@ -171,6 +172,17 @@ def _problems(
             f"{output.name} was removed, replaced or changed while the job ran: {len(lost)} of "
             f"{console.count(len(output.done), 'completion')} are missing there, first that of line {min(lost)}"
         )
+
+
+class Idle:
+    """Runs nothing, for a job whose lines are all done."""
+
+    engine: Engine | None = None
+    size: Mapping[str, int] = {"rows": 0, "row_bytes": 0}
+
+    def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Return that there are no new tokens and no failed lines."""
+        return 0, {}
 
 
 class LocalRunner:
@@ -444,7 +456,9 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
         output.agree(settings)
         output.check(survey.digests, survey.batch_lines)
         job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
-        if batch.workers is None:
+        if survey.digests.keys() <= output.done.keys() and job.has_old_weights:
+            job.end()
+        elif batch.workers is None:
             _near(job, budget)
         else:
             _far(job, budget, None if memory is None else memory.digest)
@@ -474,6 +488,28 @@ class _Job:
             as_json=self.request.json,
             set_aside=lambda failed: set_aside(self.source, self.survey, failed, self.batch),
         )
+
+    @property
+    def has_old_weights(self) -> bool:
+        """Return whether the model's files have not changed since the output was written.
+
+        That is not known of hub names and of adapters, whose folders an output does not name. The time of a change is
+        the system's own, which no copy brings along.
+        """
+        place = Path(self.checkpoint.name)
+        if self.request.adapter:
+            return False
+        try:
+            files = [*place.iterdir()] if place.is_dir() else [place]
+            newest = max(max(file.stat().st_mtime, file.stat().st_ctime) for file in files)
+            return newest < os.stat(in_full(self.batch.output)).st_mtime
+        except (OSError, ValueError):  # no such path
+            return False
+
+    def end(self) -> None:
+        """Say that all lines were done before. The model is not loaded: its weights are those of the completions."""
+        _remark(self.survey, self.checkpoint, self.request)
+        self.run(Idle(), _todo(self, lambda shapes: [None] * len(shapes)))
 
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
         """Print the policy, the budget, and the rows that hold the lines."""

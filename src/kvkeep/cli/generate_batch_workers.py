@@ -32,9 +32,10 @@ from kvkeep.models.chat_templates import reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import find, quiet
 from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.prepare import prepare_for_rows, restore_modules, weight_layout
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt

@@ -39,8 +39,9 @@ from kvkeep.models import threads, tokenization
 from kvkeep.models.adapters import check_folders, merged_into
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, process_group, quiet
+from kvkeep.models.load import find, process_group, quiet
 from kvkeep.models.message_tokens import system_spans
+from kvkeep.models.tiny import embedded
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.base import Policy, share_kept

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +14,17 @@ from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import check_exists
 from kvkeep.cli.options import Json
-from kvkeep.cli.startup import fast_imports
-from kvkeep.result_files import in_full
+from kvkeep.cli.policies import label_of
+from kvkeep.kv_bits import KV_BITS
+from kvkeep.snapshot.fidelity import noted_in
+from kvkeep.snapshot.file_format import DTYPES
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
-    from torch import Tensor
+    import numpy as np
+    from numpy.typing import NDArray
 
-    from kvkeep.snapshot.snapshot import Snapshot
+    from kvkeep.snapshot.fingerprint import Fingerprint
+    from kvkeep.snapshot.positions import HeldPositions
 
 _MOST_CELLS, _BESIDE = 48, 28
 """Cells of a drawing, and columns that the rest of its line takes."""
@@ -47,42 +49,38 @@ def memory(
     The model is not needed. A drawing shows the share of each part of the text that a layer holds, over all heads.
     """
     check_exists(file)
-    with fast_imports():
-        from kvkeep.snapshot import Snapshot  # imports torch
+    from kvkeep.snapshot.positions import HeldPositions  # imports NumPy
 
-    snapshot = Snapshot.load(file)
-    size = os.path.getsize(in_full(file))
+    found = HeldPositions.read(file)
     if json:
-        console.write_json(_report(file, size, snapshot))
+        console.write_json(_report(file, found))
         return
     screen = console.out()
-    screen.print(console.facts(_facts(size, snapshot)))
+    screen.print(console.facts(_facts(found)))
     screen.print()
-    _draw(screen, snapshot)
+    _draw(screen, found)
 
 
-def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
+def _facts(found: HeldPositions) -> dict[str, str]:
     """Return names and values to print above the drawing."""
-    from kvkeep.policies.registry import label  # imports torch
-    from kvkeep.snapshot.fidelity import noted_in
-
-    made, layers = snapshot.fingerprint, snapshot.contents.layers
+    about = found.described
+    made, layers, size, states = about.fingerprint, found.positions, found.nbytes, about.flags
     chunk = "" if made.chunk is None else f", prompt read in chunks of {made.chunk}"
-    full = full_bytes(snapshot)
-    states = f" and {console.count(len(snapshot.contents.states), 'state')}" if snapshot.contents.states else ""
-    held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
+    full = _full_bytes(found)
+    beside = f" and {console.count(len(states), 'state')}" if states else ""
+    held = sum(int((layer >= 0).sum()) for layer in layers) / sum(len(layer) for layer in layers)
     return {
-        "holds": _kind(snapshot.note),
+        "holds": _kind(about.note),
         "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots"
-        f"{_in_bits(made.kv_bits)}{states}",
+        f"{_in_bits(made.kv_bits)}{beside}",
         "weights": (made.weights or "not known")
         + ("" if made.adapter is None else f", with the adapter {made.adapter}"),
-        "policy": label(made.policy),
+        "policy": label_of(made.policy),
         "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}{_of_heads(made.head_budget)}",
         "positions": f"{made.positions}{chunk}",
-        "tokens": f"{snapshot.seen} seen, {held:.4g} held per layer and head on average",
-        **({} if (fidelity := noted_in(snapshot.note)) is None else {"fidelity": str(fidelity)}),
-        "token ids": "stored" if snapshot.tokens is not None else "not stored",
+        "tokens": f"{about.seen} seen, {held:.4g} held per layer and head on average",
+        **({} if (fidelity := noted_in(about.note)) is None else {"fidelity": str(fidelity)}),
+        "token ids": "stored" if found.tokens is not None else "not stored",
         "size": f"{console.show_bytes(size)}; a full cache would take {console.show_bytes(full)}, "
         f"{console.show_factor(full / size)} as much",
     }
@@ -121,46 +119,59 @@ def _in_bits(kv_bits: str | None) -> str:
     return "" if kv_bits is None else f" (kv_bits {kv_bits})"
 
 
-def full_bytes(snapshot: Snapshot) -> int:
-    """Return the bytes that the keys and values of all seen tokens would take without eviction."""
-    import torch
+def full_bytes(made: Fingerprint, layers: Iterable[tuple[int, int, int]], seen: int) -> int:
+    """Return the bytes that the keys and values of all seen tokens would take without eviction.
 
-    from kvkeep.kv.slot_codec import KV_BITS
+    Args:
+        made: the model and the settings of the memory.
+        layers: heads of each layer, and the numbers that its file has for a key and for a value.
+        seen: tokens.
+    """
+    (itemsize,) = (dtype.itemsize for dtype in DTYPES.values() if dtype.name == made.dtype)
+    packed = KV_BITS.get(made.kv_bits or "", (None, None))
+    widths = (
+        heads * (width if bits is None else width * 8 // bits)
+        for heads, *each in layers
+        for width, bits in zip(each, packed, strict=True)
+    )
+    return seen * itemsize * sum(widths)
 
-    made, per_token = snapshot.fingerprint, 0
-    for layer in snapshot.contents.layers:
-        for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
-            heads, _, width = layer.tensors[f"store.{name}"].shape
-            per_token += (
-                heads * (width if bits is None else width * 8 // bits) * getattr(torch, str(made.dtype)).itemsize
-            )
-    return per_token * snapshot.seen
+
+def _full_bytes(found: HeldPositions) -> int:
+    """Return the bytes of a full cache in the place of a file's memory."""
+    about = found.described
+    layers = zip(about.layers, about.groups, strict=True)
+    shapes = (
+        (layer.heads, entries["store.keys"].shape[1], entries["store.values"].shape[1]) for layer, entries in layers
+    )
+    return full_bytes(about.fingerprint, shapes, about.seen)
 
 
-def _draw(screen: Console, snapshot: Snapshot) -> None:
+def _draw(screen: Console, found: HeldPositions) -> None:
     """Print a line for each layer: how many tokens it holds, and from which parts of the text."""
+    seen = found.described.seen
     marks = _BLOCKS if screen.encoding.lower().startswith("utf") else _LETTERS
-    most = min(_MOST_CELLS, screen.width - _BESIDE, snapshot.seen)
+    most = min(_MOST_CELLS, screen.width - _BESIDE, seen)
     cells = max(1, most)
-    table = console.table("layer", "held", f"share held of positions 0 to {snapshot.seen - 1}")
+    table = console.table("layer", "held", f"share held of positions 0 to {seen - 1}")
     for column in table.columns:
         column.no_wrap = True
-    for number, layer in enumerate(snapshot.contents.layers):
-        each = (layer.positions >= 0).sum(dim=1).tolist()
+    for number, positions in enumerate(found.positions):
+        each = (positions >= 0).sum(axis=1).tolist()
         held = str(each[0]) if len(set(each)) == 1 else f"{min(each)}-{max(each)}"
-        shares = shares_of(layer.positions, snapshot.seen, cells)
+        shares = shares_of(positions, seen, cells)
         table.add_row(str(number), held, Text("".join(_mark(share, marks) for share in shares)))
     screen.print(table)
 
 
-def shares_of(positions: Int[Tensor, "Hk used"], seen: int, cells: int) -> list[float]:
+def shares_of(positions: NDArray[np.int32], seen: int, cells: int) -> list[float]:
     """Return the share of each part of the text that a layer holds, over all heads. The parts have equal length."""
-    import torch
+    import numpy as np
 
-    held = positions[positions >= 0].long()
-    counts = torch.bincount(held * cells // seen, minlength=cells)
-    sizes = torch.bincount(torch.arange(seen) * cells // seen, minlength=cells)
-    shares: list[float] = (counts / (sizes * len(positions))).tolist()
+    held = positions[positions >= 0].astype(np.int64)
+    counts = np.bincount(held * cells // seen, minlength=cells)
+    bounds = -(-np.arange(cells + 1) * seen // cells)  # a part begins with the first position that falls into it
+    shares: list[float] = (counts / (np.diff(bounds) * len(positions))).tolist()
     return shares
 
 
@@ -170,37 +181,36 @@ def _mark(share: float, marks: str) -> str:
     return marks[0] if share <= 0 else marks[max(1, round(share * steps))]
 
 
-def _report(file: str, size: int, snapshot: Snapshot) -> dict[str, Any]:
+def _report(file: str, found: HeldPositions) -> dict[str, Any]:
     """Return the whole report as plain data. Positions are ranges, both ends included."""
-    from kvkeep.snapshot.fidelity import noted_in  # imports torch
-
-    fidelity = noted_in(snapshot.note)
+    about = found.described
+    fidelity = noted_in(about.note)
     return {
         "file": file,
-        "bytes": size,
-        "full_bytes": full_bytes(snapshot),
-        "fingerprint": snapshot.fingerprint.as_dict(),
-        "tokens_seen": snapshot.seen,
-        "token_ids": None if snapshot.tokens is None else snapshot.tokens.tolist(),
-        "pending_tokens": snapshot.pending,
+        "bytes": found.nbytes,
+        "full_bytes": _full_bytes(found),
+        "fingerprint": about.fingerprint.as_dict(),
+        "tokens_seen": about.seen,
+        "token_ids": None if found.tokens is None else found.tokens.tolist(),
+        "pending_tokens": about.pending,
         "fidelity": None if fidelity is None else asdict(fidelity),
-        "states": sorted(snapshot.contents.states),
+        "states": sorted(about.flags),
         "layers": [
             {
-                "held": (layer.positions >= 0).sum(dim=1).tolist(),
+                "held": (positions >= 0).sum(axis=1).tolist(),
                 "budget": layer.budget,
-                "bytes": layer.nbytes,
-                "positions": [ranges_of(head) for head in layer.positions],
+                "bytes": nbytes,
+                "positions": [ranges_of(head) for head in positions],
             }
-            for layer in snapshot.contents.layers
+            for layer, positions, nbytes in zip(about.layers, found.positions, found.layer_bytes, strict=True)
         ],
     }
 
 
-def ranges_of(positions: Int[Tensor, " used"]) -> list[list[int]]:
+def ranges_of(positions: NDArray[np.int32]) -> list[list[int]]:
     """Return the positions that a head holds, as ranges with both ends included."""
     found: list[list[int]] = []
-    for position in positions[positions >= 0].sort().values.tolist():
+    for position in sorted(positions[positions >= 0].tolist()):
         if found and found[-1][1] == position - 1:
             found[-1][1] = position
         else:

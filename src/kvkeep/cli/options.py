@@ -18,8 +18,12 @@ from kvkeep.cli.files import not_empty, refuse_device
 from kvkeep.cli.startup import fast_imports, imported
 from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
+from kvkeep.kv_bits import check_bits
 from kvkeep.models import folder, threads
+from kvkeep.models.dtype_names import check_dtype
 from kvkeep.parameters import MAX_TOKENS, MEMORY, Parameter
+from kvkeep.policies import CONVERSATION, DEFAULT, LATER
+from kvkeep.policies._names import check_name
 from kvkeep.result_files import in_full, parse
 
 # How a dataclass of options becomes a command.
@@ -477,8 +481,6 @@ def parse_kv_bits(text: str, option: str) -> str:
     Raises:
         InputError: slots cannot have so many bits.
     """
-    from kvkeep.kv.slot_codec import check_bits  # imports torch
-
     return check_bits(text) or "16"
 
 
@@ -630,6 +632,9 @@ def check_policy(text: str) -> None:
     Raises:
         PolicyError: there is no such policy.
     """
+    if text in (DEFAULT, LATER, CONVERSATION):
+        return
+    check_name(text)
     from kvkeep.policies.registry import parse  # imports torch
 
     parse(text)
@@ -645,6 +650,9 @@ def check_policies(text: str, *, alone: bool = False) -> None:
     Raises:
         KVKeepError: the list cannot be used.
     """
+    for piece in filter(None, (part.strip() for part in text.split(","))):
+        if "=" not in piece or ":" in piece:  # others are options of the policy before
+            check_name(piece.partition("@")[0])
     from kvkeep.evals.arms import split_arms, split_policies  # imports torch
 
     (split_policies if alone else split_arms)(text)
@@ -738,10 +746,10 @@ class ModelOptions(CommandOptions):
         """
         if self.model is not None:
             folder.check(self.model)
-        if self.dtype != "auto" or self.device != "auto":
-            from kvkeep.models.device import parse_device, parse_dtype  # imports torch
+        check_dtype(self.dtype)
+        if self.device != "auto":
+            from kvkeep.models.device import parse_device  # imports torch
 
-            parse_dtype(self.dtype)
             parse_device(self.device)
 
 

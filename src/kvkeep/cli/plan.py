@@ -28,6 +28,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.errors import InputError
 from kvkeep.models import folder
+from kvkeep.models.dtype_names import check_dtype
 from kvkeep.parameters import MEMORY, MODEL
 from kvkeep.policies import DEFAULT
 
@@ -121,13 +122,15 @@ class PlanningOptions(CommandOptions):
         return self
 
     def check_values(self) -> None:
-        """Refuse a model or a policy that does not exist.
+        """Refuse a model, a policy or a dtype that does not exist.
 
         Raises:
             KVKeepError: one of them cannot be used.
         """
         if self.model is not None:
             folder.check(self.model, config_file=True)
+        for dtype in (self.dtype, self.weights_dtype or "auto"):
+            check_dtype(dtype)
         check_policy(self.policy)
 
     def arguments(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The work of ``kvkeep plan``: make the plan and print it, as a table for people or one JSON object for programs.
 
-Importing this module imports torch and transformers.
+Importing this module imports torch; transformers is imported for models that are not counted without it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from kvkeep.cli import console
 from kvkeep.cli.plan import PlanOptions
 from kvkeep.errors import show_bytes
 from kvkeep.models.device import parse_device
-from kvkeep.models.load import quiet
 from kvkeep.planning.bandwidth import BUFFER_BYTES, Bandwidth, measure_bandwidth, measure_products
 from kvkeep.planning.cost import Cost
 from kvkeep.planning.plan import Plan, Setting, name_of, plan
@@ -107,8 +106,7 @@ def serve(request: PlanOptions) -> None:
     """
     place = parse_device(request.device)
     console.progress("reading the configuration of the model …")
-    with quiet():
-        made = plan(**request.arguments())
+    made = plan(**request.arguments())
     found = None
     if request.measure:
         console.progress(f"measuring the memory of {place}, and products …")
@@ -179,7 +177,7 @@ def notes(made: Plan) -> list[str]:
     said = []
     if found.dtype is None:
         said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
-    if found.quantised and setting.weights_memory is None:
+    if found.is_quantized and setting.weights_memory is None:
         said.append(_quantized(setting))
     if setting.policy.evicts and setting.budget >= setting.context:
         said.append(

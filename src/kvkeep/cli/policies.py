@@ -31,6 +31,7 @@ from kvkeep.policies import (
     builtin_source,
     builtin_summary,
 )
+from kvkeep.policies._names import check_name
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
@@ -159,12 +160,30 @@ def _describe_builtin(text: str) -> dict[str, Any] | None:
     return None if options is None else {**entry, "asked": {"name": text, "options": options}}
 
 
+def label_of(text: str) -> str:
+    """Return what `kvkeep.policies.registry.label` returns of a policy's string, without an import of torch for a
+    policy of this package.
+    """
+    name, _, options = text.partition(":")
+    if name not in builtin_names():
+        with fast_imports():
+            from kvkeep.policies.registry import label
+        return label(text)
+    kept = [option for option in options.split(",") if option.startswith("keep_prompt=")]
+    meant = {*options.split(",")} - {*kept}
+    for preset, spec in _describe_source(name)["presets"].items():
+        if {*spec.partition(":")[2].split(",")} == meant:
+            return ",".join([f"{name}:{preset}", *kept])
+    return text
+
+
 def _describe_asked(text: str) -> dict[str, Any]:
     """Return all about a policy with options, or of another package, as plain data. This imports torch.
 
     Raises:
         PolicyError: there is no such policy, or an option is wrong.
     """
+    check_name(text)
     with fast_imports():
         from kvkeep.policies.registry import class_of, label, parse, spec, split
 

@@ -30,7 +30,8 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import find, quiet
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
 from kvkeep.policies import LATER
 from kvkeep.policies.base import Policy

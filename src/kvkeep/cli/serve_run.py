@@ -37,7 +37,8 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import find, quiet
+from kvkeep.models.tiny import embedded
 from kvkeep.openai.messages import ToolUse
 from kvkeep.planning.plan import plan
 from kvkeep.policies import CONVERSATION, DEFAULT

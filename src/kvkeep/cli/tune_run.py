@@ -25,7 +25,8 @@ from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
 from kvkeep.evals.tune.search import CURVE, OnBlock, Progress, TuneRecords, TuneResult, sizes_of, tune
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import find, quiet
+from kvkeep.models.tiny import embedded
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.result_files import as_text, command, finite
 from kvkeep.version import __version__

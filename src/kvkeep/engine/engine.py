@@ -33,7 +33,7 @@ from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore, joined
 from kvkeep.engine.swapping import MOST_HOST_ROWS, Swapper, hosted_memory
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
-from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.errors import InputError, KVKeepError, SnapshotError, renames
 from kvkeep.head_sharding import sharing
 from kvkeep.kv import lost_mass
 from kvkeep.models.adapters import adapters_of
@@ -94,6 +94,17 @@ def configured(
     return {"model": loaded, "tokenizer": tokenizer, **settings, **options}
 
 
+@renames(
+    {
+        **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size"), "`rows`"),
+        **dict.fromkeys(("max_num_batched_tokens", "chunked_prefill_size", "prefill_chunk_size"), "`prefill_chunk`"),
+        **dict.fromkeys(("gpu_memory_utilization", "kv_cache_memory_bytes"), "`kv_memory`, in bytes"),
+        **dict.fromkeys(("max_model_len", "max_cache_len", "max_seq_len"), "`budget`: texts may be longer"),
+        **{name: f"`kvkeep.load(…, {name}=…)`, which makes the model" for name in ("dtype", "device", "load_in")},
+        "kv_cache_dtype": "`kv_bits`",
+        "enable_prefix_caching": "`prefix_memory`, in bytes",
+    }
+)
 class Engine:
     """Runs many requests on one model, each in a row of KV memory that is allocated once.
 

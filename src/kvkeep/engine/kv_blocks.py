@@ -79,7 +79,7 @@ class Blocks:
     Args:
         policies: the policy of each layer, which differ in how heads share a budget.
         like: slots of each layer, which show shapes, dtype and device.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the dtype of
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.KV_BITS`; ``None``: the dtype of
         ``like``.
         among: which KV heads this process holds; by default all.
         transforms: of the keys of each layer before they are coded; by default only those that all keys have.

@@ -19,8 +19,8 @@ from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.engine.kv_blocks import Blocks, RecurrentState, probed, states_of
 from kvkeep.kv.block import Block
 from kvkeep.kv.row_copy import has_room
-from kvkeep.kv.slot_codec import transforms_keys
 from kvkeep.kv.store import inference
+from kvkeep.kv_bits import transforms_keys
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.key_transforms import key_transforms
 from kvkeep.pins import Spans, end, spans

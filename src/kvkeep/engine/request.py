@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.engine.drops import drops_of
-from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
+from kvkeep.engine.sampling_params import SAMPLING_ELSEWHERE, SamplingParams, whole, whole_within
 from kvkeep.engine.schemas import compact
-from kvkeep.errors import InputError, PolicyError
+from kvkeep.errors import InputError, PolicyError, renames
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies._keep_prompt import checked_keep_prompt
@@ -331,6 +331,21 @@ NAMES = cast(
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "error"]
 
 
+_SAMPLING_NAMES = {**{field.name: field.name for field in dataclasses.fields(SamplingParams)}, **SAMPLING_ELSEWHERE}
+
+
+@renames(
+    {
+        **{name: f"`sampling=SamplingParams({own}=…)`" for name, own in _SAMPLING_NAMES.items()},
+        **dict.fromkeys(("sampling_params", "generation_config"), "`sampling=SamplingParams(…)`"),
+        **dict.fromkeys(("prompt_token_ids", "input_ids", "text", "inputs"), "`prompt`"),
+        **dict.fromkeys(("stop_strings", "stop_sequences"), "`stop`"),
+        **dict.fromkeys(("guided_decoding", "response_format"), "`structured_outputs`"),
+        "ignore_eos": "`ignore_end`",
+        "eos_token_id": "`stop_token_ids`",
+        "lora_request": "`adapter`",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt or a conversation, and how it is to be continued.

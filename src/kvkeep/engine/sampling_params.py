@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, renames
 from kvkeep.parameters import (
     FREQUENCY_PENALTY,
     LOGIT_BIAS,
@@ -32,6 +32,32 @@ from kvkeep.parameters import (
 _MOST_BIASES = 1024
 _LONGEST_PATTERN = 4096  # tokens; each new token of a text may be compared with as many
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
+
+
+SAMPLING_ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_tokens", "max_length", "max_completion_tokens", "max_output_tokens", "n_predict", "num_predict"),
+        "max_new_tokens",
+    ),
+    **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
+    "repeat_penalty": "repetition_penalty",
+    "random_seed": "seed",
+}
+"""Names of other libraries → parameters of `SamplingParams`."""
+
+_OF_A_REQUEST = {
+    **{
+        name: name
+        for name in (
+            *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"),
+            *("logprobs", "prompt_logprobs"),
+        )
+    },
+    "ignore_eos": "ignore_end",
+    "eos_token_id": "stop_token_ids",
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
+    **dict.fromkeys(("guided_decoding", "response_format"), "structured_outputs"),
+}
 
 
 Biases: TypeAlias = tuple[tuple[int, float], ...]
@@ -76,6 +102,16 @@ class RepetitionDetectionParams:
         return max(self.min_count * pattern_size, self.min_repeated_tokens)
 
 
+@renames(
+    {
+        **{name: f"`{own}`" for name, own in SAMPLING_ELSEWHERE.items()},
+        **{name: f"`{own}` of `Request`, beside `sampling`" for name, own in _OF_A_REQUEST.items()},
+        "do_sample": "`temperature`: 0 takes the likeliest token, and above 0 one is drawn",
+        **dict.fromkeys(
+            ("n", "best_of", "num_return_sequences"), "a `Request` for each answer, with a `sequence` of its own"
+        ),
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen, and how many.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.errors import InputError, PolicyError
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.policies import _head_budgets
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
@@ -58,7 +58,7 @@ def split_arms(text: str) -> list[PolicyArm]:
     """Return the policies of a list, each with what it names beside the policy, each once.
 
     A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
-    names bits, see `kvkeep.kv.slot_codec.check_bits`; ``h2o@global:0.2`` a rule by which heads share the budget, see
+    names bits, see `kvkeep.kv_bits.check_bits`; ``h2o@global:0.2`` a rule by which heads share the budget, see
     `kvkeep.cache.BoundedCache`; ``h2o@ada@8`` both.
 
     Raises:

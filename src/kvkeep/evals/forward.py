@@ -19,7 +19,7 @@ from kvkeep.cache.prompt_kv import LayerPrompts, PromptKV, PromptReading, rows_t
 from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.rotary import follows_length
 from kvkeep.models.tokenization import Writer

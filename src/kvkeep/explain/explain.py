@@ -147,6 +147,7 @@ def explain(  # noqa: PLR0913  the choices of a user
                 )
                 for policy, ledger, other in zip(asked.policies, ledgers, missed, strict=True)
             ],
+            special=frozenset(token.content for token in tokens.added_tokens_decoder.values() if token.special),
         )
 
 

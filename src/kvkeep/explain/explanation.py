@@ -333,6 +333,7 @@ class Explanation:
         heads: the layer and the number of each KV head, in the order of all tables.
         answer: the full cache's answer, token by token.
         runs: one record for each policy.
+        special: the texts of the tokenizer's special tokens, such as the one that ends an answer.
     """
 
     model: str
@@ -347,6 +348,11 @@ class Explanation:
     heads: list[tuple[int, int]]
     answer: list[str]
     runs: list[PolicyRun]
+    special: frozenset[str] = frozenset()
+
+    def text_of(self, answer: list[str]) -> str:
+        """Return an answer's tokens as a text for readers: without special tokens, and without white space around."""
+        return "".join(token for token in answer if token not in self.special).strip()
 
     @cached_property
     def data(self) -> dict[str, Any]:

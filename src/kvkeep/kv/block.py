@@ -16,8 +16,9 @@ from kvkeep import pins as spans
 from kvkeep.errors import PolicyError, ShapeError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.slot_codec import TRANSFORMS, Beside, KeyTransform, LazySlots, LazyView, Tokens
+from kvkeep.kv.slot_codec import Beside, KeyTransform, LazySlots, LazyView, Tokens
 from kvkeep.kv.store import DenseStore, Store
+from kvkeep.kv_bits import TRANSFORMS
 from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, State, Turning, View, bytes_of
 
 # A policy's state of each head: one tensor for all of a head's slots, and for the tokens that have left them.

@@ -14,7 +14,7 @@ from kvkeep import budget as budgets
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.slot_codec import TRANSFORMS
+from kvkeep.kv_bits import TRANSFORMS
 from kvkeep.pins import Spans
 from kvkeep.types import EMPTY, MemoryUsage
 

@@ -18,8 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.kv.slot_codec import Bits, KeyTransform, LazySlots, Tokens, Vectors, nothing
+from kvkeep.kv.slot_codec import KeyTransform, LazySlots, Tokens, Vectors, nothing
 from kvkeep.kv.store import QUANTIZED, DenseStore, Store, by_bits
+from kvkeep.kv_bits import Bits
 from kvkeep.types import EMPTY, Ranges, Slots, View
 
 
@@ -491,14 +492,14 @@ EVEN: dict[Bits, type[Any]] = {
 # The kind of store for a layout of slots and a number of bits.
 
 POOLED = by_bits(PooledStore)
-"""The pools of codes by the name of the setting, see `kvkeep.kv.slot_codec.check_bits`."""
+"""The pools of codes by the name of the setting, see `kvkeep.kv_bits.check_bits`."""
 
 
 def kind_of(kv_bits: str | None, *, pooled: bool) -> type[Store]:
     """Return the class of store for slots.
 
     Args:
-        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values, a name of `kvkeep.kv_bits.KV_BITS`; ``None``: the model's dtype.
         pooled: whether heads own ranges of a pool.
     """
     if kv_bits is None:

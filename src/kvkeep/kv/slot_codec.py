@@ -6,13 +6,13 @@ import abc
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int8, UInt8
 from torch import Tensor
 
-from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.kv_bits import EXPONENTS, HALVES, SCALED, TRANSFORMS, Bits, check_dim, group_size, n_normals, scale_halves
 from kvkeep.types import Slots, View
 
 
@@ -111,26 +111,8 @@ def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
 CODES = {8: (-127, 127), 4: (0, 15)}
 """The least and the greatest code by number of bits."""
 
-HALVES = {8: 1, 4: 2}
-"""Numbers in float16 that a group of channels has by number of bits: its scale, and at 4 bits its offset."""
-
 NUMBERS = {8: torch.int8, 4: torch.uint8}
 """The dtype of a vector's numbers."""
-
-KV_BITS = {"8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
-"""Bits of a key's numbers and of a value's, by the name of the setting."""
-
-Bits: TypeAlias = tuple[int, int] | None
-"""Bits of a key's numbers and of a value's, see `KV_BITS`; ``None``: both have the model's dtype."""
-
-TRANSFORMS = EXPONENTS, NORMALS = "key_exponents", "key_normals"
-"""The names of `KeyTransform.exponents` and `KeyTransform.normals` among the tensors of a store."""
-
-MOST_EXPONENT = 15
-"""The largest size of an exponent."""
-
-_SCALED = 4
-"""Bits of the keys that have exponents and normals."""
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
@@ -158,61 +140,6 @@ class Codes(NamedTuple):
     def group(self) -> int:
         """Return the number of channels that share a scale."""
         return self.dim * HALVES[self.bits] // self.scales.shape[-1]
-
-
-def check_bits(kv_bits: object) -> str | None:
-    """Return the name of a setting for the bits of keys and values (``"8"``, ``"4"``, ``"k8v4"``); ``None`` for 16,
-    the model's dtype.
-
-    Raises:
-        InputError: there is no such setting.
-    """
-    if kv_bits is None or (isinstance(kv_bits, int | str) and not isinstance(kv_bits, bool)):
-        name = str(kv_bits)
-        if name in KV_BITS or name in ("None", "16"):
-            return name if name in KV_BITS else None
-    raise InputError(
-        f"kv_bits={kv_bits!r:.40} is no number of bits that slots can have: give 8, 4, k8v4 (keys in 8 bits, values "
-        "in 4), or 16 for the model's dtype."
-    )
-
-
-def transforms_keys(kv_bits: str | None) -> bool:
-    """Return whether keys have exponents and normals in slots of these bits (a name of `KV_BITS`)."""
-    return kv_bits is not None and KV_BITS[kv_bits][0] == _SCALED
-
-
-def check_dim(dim: int, bits: int) -> None:
-    """Refuse an odd head dim at 4 bits, where two numbers share a byte.
-
-    Raises:
-        UnsupportedModelError: the head dim is odd, and two numbers go into a byte.
-    """
-    if bits == 4 and dim % 2:
-        raise UnsupportedModelError(
-            f"The model's head dim is {dim}, and at 4 bits two channels share a byte. Give `kv_bits=8`, which takes "
-            "every head dim."
-        )
-
-
-def group_size(dim: int) -> int:
-    """Return how many channels share a scale: 64 or 32 if the head dim is a multiple of it, otherwise all.
-
-    Kernels read whole vectors of a group, and of half a group at 4 bits, so no other divisor will do.
-    """
-    return next((size for size in (64, 32) if dim % size == 0), dim)
-
-
-def n_normals(dim: int) -> int:
-    """Return how many reflections keys of 4 bits have: one if all channels are one group, which has one offset; with
-    several groups, where two of them gained nothing on gemma-3-270m, none.
-    """
-    return 1 if dim == group_size(dim) else 0
-
-
-def scale_halves(dim: int, bits: int) -> int:
-    """Return how many numbers in float16 a vector of ``dim`` channels has beside its codes, see `HALVES`."""
-    return dim // group_size(dim) * HALVES[bits]
 
 
 def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
@@ -267,7 +194,7 @@ class KeyTransform(NamedTuple):
     @classmethod
     def blank(cls, like: Float[Tensor, "B Hk _ D"], bits: Bits) -> KeyTransform:
         """Return exponents and normals of 0 for keys like these if they have 4 bits. Keys of more bits do without."""
-        if bits is None or bits[0] != _SCALED:
+        if bits is None or bits[0] != SCALED:
             return cls()
         (B, Hk, _, D), n = like.shape, n_normals(like.shape[3])
         zeros = like.new_zeros((B, Hk, D), dtype=torch.int8)

@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.kv.slot_codec import KV_BITS, Bits, CodedSlots, KeyTransform, Tokens, Vectors
+from kvkeep.kv.slot_codec import CodedSlots, KeyTransform, Tokens, Vectors
+from kvkeep.kv_bits import KV_BITS, Bits
 from kvkeep.types import EMPTY, Ranges, Slots, View
 
 _P = ParamSpec("_P")
@@ -233,7 +234,7 @@ class Store(abc.ABC):
 
 
 def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
-    """Return a subclass of a store for each setting of bits, by the names of `kvkeep.kv.slot_codec.KV_BITS`."""
+    """Return a subclass of a store for each setting of bits, by the names of `kvkeep.kv_bits.KV_BITS`."""
     return {
         name: cast(type[_S], type(f"{kind.__name__}_{name}", (kind,), {"bits": bits})) for name, bits in KV_BITS.items()
     }
@@ -473,4 +474,4 @@ class QuantizedStore(Store):
 
 
 QUANTIZED = by_bits(QuantizedStore)
-"""The stores by the name of the setting, see `kvkeep.kv.slot_codec.check_bits`."""
+"""The stores by the name of the setting, see `kvkeep.kv_bits.check_bits`."""

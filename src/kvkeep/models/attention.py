@@ -24,7 +24,7 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
-from kvkeep.kv.slot_codec import transforms_keys
+from kvkeep.kv_bits import transforms_keys
 from kvkeep.models.device import check_offloaded, without_autocast
 from kvkeep.models.key_transforms import key_transforms
 from kvkeep.models.packed_weights import PackedLinear

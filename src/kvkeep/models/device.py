@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvkeep.errors import InputError, UnsupportedModelError, closest, one_line
+from kvkeep.errors import InputError, UnsupportedModelError, one_line
+from kvkeep.models.dtype_names import DTYPE_NAMES, check_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes that a model can be loaded in, besides ``auto``: the checkpoint's own."""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+"""Dtypes that a model can be loaded in, by name."""
 
 _LESS = "Lower `budget` or `rows`, set `prefill_chunk`, or take a smaller dtype or model."
 
@@ -29,13 +30,8 @@ def parse_dtype(text: str) -> torch.dtype | str:
     Raises:
         InputError: the name is unknown.
     """
-    if text == "auto":
-        return text
-    if text not in DTYPES:
-        close = closest(text, DTYPES)
-        hint = f" Did you mean {close!r}?" if close else ""
-        raise InputError(f"Unknown dtype {text!r}.{hint} Known: auto, {', '.join(DTYPES)}.")
-    return DTYPES[text]
+    check_dtype(text)
+    return DTYPES.get(text, text)
 
 
 def parse_device(text: str) -> torch.device:

@@ -31,7 +31,8 @@ from kvkeep.backends import AttentionInputs, choose
 from kvkeep.cache.hf_layers import handed, handing_cache
 from kvkeep.cache.rotary_probe import Rotations, rotations_for
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.kv.slot_codec import MOST_EXPONENT, KeyTransform, group_size, n_normals
+from kvkeep.kv.slot_codec import KeyTransform
+from kvkeep.kv_bits import MOST_EXPONENT, group_size, n_normals
 from kvkeep.models.device import device_of
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase, Slots

@@ -34,7 +34,7 @@ from kvkeep.backends import missing_kernel
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
-from kvkeep.models import gguf, gguf_models, gguf_tokenization, gguf_weights, quantized_weights, tiny
+from kvkeep.models import gguf, gguf_models, gguf_tokenization, gguf_weights, quantized_weights
 from kvkeep.models.adapters import add, check_folders, check_names
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limit
@@ -58,6 +58,7 @@ from kvkeep.models.generation_config import check_generation_config
 from kvkeep.models.prepare import prepare
 from kvkeep.models.quantized_weights import check_format, check_readable
 from kvkeep.models.support import auto_class, generates_text, try_out
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 
 _log = logging.getLogger(__name__)
@@ -245,21 +246,6 @@ def _read_gguf(
     if note := gguf_weights.unpacked(file, model):
         _log.warning("%s", note)
     return model
-
-
-def embedded() -> str:
-    """Return the folder of the embedded model.
-
-    Raises:
-        ModelFileError: its files are missing or corrupted.
-    """
-    remedy = "Give a `model`: a hub name such as Qwen/Qwen3-0.6B, or a local folder."
-    try:
-        return str(tiny.path())
-    except FileNotFoundError as error:
-        raise ModelFileError(f"This installation of kvkeep has no embedded model. {remedy}") from error
-    except ModelFileError as error:
-        raise ModelFileError(f"The embedded model cannot be used: {str(error).rstrip('.')}. {remedy}") from error
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvkeep.budget import Number
 from kvkeep.errors import UnsupportedOperationError
-from kvkeep.kv.slot_codec import KV_BITS, check_dim, n_normals, scale_halves, transforms_keys
+from kvkeep.kv_bits import KV_BITS, check_dim, n_normals, scale_halves, transforms_keys
 
 # Bytes of keys, values and what lies beside them, from the shapes of a model's layers.
 #
@@ -59,7 +59,7 @@ class LayerShape:
 
         Args:
             itemsize: bytes of a number where slots have the model's dtype.
-            kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
+            kv_bits: bits of keys and values, a name of `kvkeep.kv_bits.KV_BITS`; ``None``: the model's dtype.
         """
         if kv_bits is None:
             return self.token_bytes(itemsize)

@@ -1,15 +1,14 @@
 """A model's shapes, and the bytes of its weights, from its configuration alone.
 
-The model is built and run on one token, without memory for weights.
+The model is built and run on one token, without memory for weights. `kvkeep.planning.families` asks for that where it
+cannot count by itself.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,56 +27,13 @@ from kvkeep.models.load import build_empty, read_config
 from kvkeep.models.quantized_weights import is_packable
 from kvkeep.models.support import IdleStepper
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
+from kvkeep.planning.outline import WHOLE, Outline, Scheme
 
 # Bytes of quantised weights, from the ``quantization_config`` of a model's configuration.
 #
 # ``docs/plan.md`` says what is assumed, and compares the formula with published files.
 
 _MOST = 10**6
-_WHOLE = 0
-"""Size of a group that is a whole row or column."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """How the weights of linear layers are stored.
-
-    Attributes:
-        method: its name in the configuration.
-        bits: of a weight.
-        group: rows (outputs) and columns (inputs) of a block of weights with a scale of its own; 0 means all.
-        group_bits: of a block's scale and zero point.
-        column_bits: of each input of a layer.
-        kept: names or patterns of modules that stay in the model's dtype.
-        head: whether the output layer is quantised too, unless it is among ``kept``.
-        experts_only: whether other linear layers stay in the model's dtype.
-    """
-
-    method: str
-    bits: int
-    group: tuple[int, int] = (1, _WHOLE)
-    group_bits: int | float = 0
-    column_bits: int = 0
-    kept: tuple[str, ...] = ()
-    head: bool = False
-    experts_only: bool = False
-
-    def size(self, outputs: int, inputs: int) -> float:
-        """Return the bytes of a matrix."""
-        rows, columns = self.group
-        blocks = math.ceil(outputs / (rows or outputs)) * math.ceil(inputs / (columns or inputs))
-        return (outputs * inputs * self.bits + blocks * self.group_bits + inputs * self.column_bits) / 8
-
-    def keeps(self, name: str) -> bool:
-        """Return whether the module of this name stays in the model's dtype."""
-        return any(_names(pattern, name) for pattern in self.kept)
-
-    def __str__(self) -> str:
-        blocks = {(1, _WHOLE): "row", (_WHOLE, _WHOLE): "matrix"}.get(self.group)
-        if blocks is None:
-            blocks = f"{self.group[1]} weights of a row" if self.group[0] == 1 else f"block of {self.group}"
-        scales = f" and {self.group_bits:g} more for every {blocks}" if self.group_bits else ""
-        return f"{self.method}, {self.bits:g} bits{scales}"
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
@@ -143,16 +99,6 @@ def _fields(config: PreTrainedConfig) -> Any:
     return None
 
 
-def _names(pattern: str, name: str) -> bool:
-    """Return whether a pattern means a module: by its beginning, its end, or as an expression (``re:…``)."""
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error:  # a configuration's text that is no expression means nothing
-            return False
-    return f".{pattern}." in f".{name}." or (bool(pattern) and name.endswith(pattern))
-
-
 def _number(fields: Mapping[str, Any], key: str, default: int) -> int:
     """Return a number of the configuration; the default where it is missing or makes no sense."""
     found = fields.get(key)
@@ -163,7 +109,7 @@ def _group(fields: Mapping[str, Any], default: int) -> tuple[int, int]:
     """Return rows and columns of a group that shares a scale: ``group_size`` columns of one row. -1 is the whole
     row.
     """
-    return (1, max(_WHOLE, _number(fields, "group_size", default)))
+    return (1, max(WHOLE, _number(fields, "group_size", default)))
 
 
 def _kept(fields: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
@@ -175,7 +121,7 @@ def _kept(fields: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 def _awq(fields: Mapping[str, Any]) -> Scheme:
     """Return how AWQ stores a weight matrix."""
     bits = _number(fields, "bits", _number(fields, "w_bit", 4))
-    group = (1, max(_WHOLE, _number(fields, "group_size", _number(fields, "q_group_size", 128))))
+    group = (1, max(WHOLE, _number(fields, "group_size", _number(fields, "q_group_size", 128))))
     return Scheme(
         method="awq", bits=bits, group=group, group_bits=16 + bits, kept=_kept(fields, "modules_to_not_convert")
     )
@@ -209,7 +155,7 @@ def _fp8(fields: Mapping[str, Any]) -> Scheme:
     """Return how a checkpoint in fp8 stores a weight matrix: a scale per block, or one for the whole matrix."""
     block = fields.get("weight_block_size")
     whole = not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < _MOST for n in block))
-    group = (_WHOLE, _WHOLE) if whole else (block[0], block[1])  # type: ignore[index]
+    group = (WHOLE, WHOLE) if whole else (block[0], block[1])  # type: ignore[index]
     method = str(fields.get("quant_method", "fp8"))
     return Scheme(method=method, bits=8, group=group, group_bits=32, kept=_kept(fields, "modules_to_not_convert"))
 
@@ -236,9 +182,9 @@ def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
     if not isinstance(weights, Mapping):
         return None
     bits = _number(weights, "num_bits", 8)
-    by = {"tensor": (_WHOLE, _WHOLE), "channel": (1, _WHOLE)}
+    by = {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE)}
     # "group" is the remaining strategy
-    block = by.get(str(weights.get("strategy")), _group(weights, _WHOLE))
+    block = by.get(str(weights.get("strategy")), _group(weights, WHOLE))
     zero = 0 if weights.get("symmetric", True) else bits
     return Scheme(
         method="compressed-tensors",
@@ -280,54 +226,17 @@ _READERS = {
 # Shapes.
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The shapes and limits of a model that kvkeep can run.
-
-    Attributes:
-        name: hub name, folder or configuration file.
-        config: the configuration.
-        shape: the model as numbers, with its layers that have keys and values, in order.
-        indices: the numbers of these layers in the model.
-        other_layers: number of layers without keys and values.
-        dtype: of the checkpoint; ``None`` if the configuration does not say.
-        trained_length: positions that the model was trained for; ``None`` if the configuration does not say.
-        position_limit: positions in a table of learned ones; ``None`` if there is no such table.
-        scheme: how quantised weights are stored; ``None`` if there are none, or if their bytes are not known.
-        packed: the quantised weights.
-        file_bytes: bytes of all weights of a GGUF file, which stay packed on the device that is chosen by itself here;
-            ``None`` for other models, and where they are unpacked.
-    """
-
-    name: str
-    config: PreTrainedConfig
-    shape: ModelShape
-    indices: tuple[int, ...]
-    other_layers: int
-    dtype: torch.dtype | None
-    trained_length: int | None
-    position_limit: int | None
-    scheme: Scheme | None
-    packed: Packed
-    file_bytes: int | None = None
-
-    @property
-    def quantised(self) -> bool:
-        """Return whether the checkpoint's weights are stored in fewer bits than their dtype has."""
-        return is_quantized(self.config)
-
-
-def outline(name_or_path: str | os.PathLike[str]) -> Outline:
-    """Return a model's shapes, without its weights and its tokenizer.
+def built(name: str) -> Outline:
+    """Return a model's shapes after building it without memory for weights.
 
     Args:
-        name_or_path: a hub name, a folder with a config.json, or the path of such a file.
+        name: a hub name, a folder with a config.json, or the path of such a file or of a GGUF file.
 
     Raises:
         ModelFileError: there is no configuration, it cannot be used, or the hub fails.
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
-    name = locate(name_or_path)
+    name = locate(name)
     with cached_if_unreachable(name):
         config = read_config(name)
     model = build_empty(name, config)
@@ -337,13 +246,14 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     scheme = scheme_of(config)
     return Outline(
         name=name,
-        config=config,
+        source=config,
         shape=_shape(model, tuple(used.values())),
         indices=tuple(used),
         other_layers=count - len(used),
         dtype=getattr(config.get_text_config(decoder=True), "dtype", None),
         trained_length=trained_length(config),
         position_limit=position_limit(model),
+        is_quantized=is_quantized(config),
         scheme=scheme,
         packed=Packed() if scheme is None else pack(model, scheme),
         file_bytes=_file_bytes(name, model),

@@ -19,17 +19,16 @@ import torch
 from kvkeep import budget as budgets
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.budget import Number, by_head, largest
-from kvkeep.cache.bounded_cache import BoundedCache
-from kvkeep.cache.layer import Layer
-from kvkeep.cache.layer_layout import default_budget
+from kvkeep.cache.layer_layout import Layout, default_budget
 from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.kv.block import numbers
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.models.device import DTYPES, parse_dtype
-from kvkeep.models.load import embedded
+from kvkeep.models.tiny import embedded
 from kvkeep.planning import cost
 from kvkeep.planning.cost import Cost, LayerShape, Packed
-from kvkeep.planning.model_shapes import Outline, Scheme, outline
+from kvkeep.planning.families import outline
+from kvkeep.planning.outline import Outline, Scheme
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse
@@ -86,21 +85,18 @@ class Setting:
         """Return whether a prompt is fed in one step."""
         return self.chunk == self.context
 
-    def cache(self) -> BoundedCache:
-        """Return the cache, which allocates nothing before use.
+    def layout(self) -> Layout:
+        """Return the layers of the cache, and their budgets.
 
         Raises:
             KVKeepError: there can be no such cache.
         """
-        return BoundedCache(
-            self.outline.config,
-            self.policy,
-            self.budget,
-            layer_budget=self.layer_budget,
-            head_budget=self.head_budget,
-            positions=self.positions,
-            kv_bits=self.kv_bits,
-        )
+        found, spread = self.outline, {"layer_budget": self.layer_budget, "head_budget": self.head_budget}
+        rules: dict[str, Any] = {**spread, "kv_bits": self.kv_bits}
+        known = Layout.is_enough(self.policy, positions=self.positions, head_budget=self.head_budget)
+        if isinstance(found.source, str) and known:
+            return Layout.over(found.windows, self.policy, **rules)
+        return Layout.of(found.config, self.policy, positions=self.positions, **rules)
 
     def layer_budgets(self) -> list[int]:
         """Return each layer's budget; where its heads differ, their mean, rounded up."""
@@ -109,18 +105,18 @@ class Setting:
 
     def numbers(self) -> list[Number]:
         """Return each layer's budget; the budget of each head where the heads share it."""
-        return [_number(layer, shape) for layer, shape in self._layers()]
+        return [_number(*layer) for layer in self._layers()]
 
-    def _layers(self) -> list[tuple[Layer, LayerShape]]:
-        """Return the layers with slots, which have allocated nothing, and their shapes."""
-        layers = self.cache().bounded_layers()
-        return [
-            (layers[index], shape) for index, shape in zip(self.outline.indices, self.outline.shape.layers, strict=True)
-        ]
+    def _layers(self) -> list[tuple[Policy, Number, LayerShape]]:
+        """Return the policy, the budget and the shape of each layer with slots."""
+        layout = self.layout()
+        shapes = dict(zip(self.outline.indices, self.outline.shape.layers, strict=True))
+        each = zip(layout.windows, layout.policies, layout.slots(self.budget), strict=True)
+        return [(policy, number, shapes[index]) for index, policy, number in each if index in shapes]
 
     def _sharing(self) -> list[LayerShape]:
         """Return the shapes of the layers whose heads share one budget."""
-        return [shape for layer, shape in self._layers() if layer.policy.shares_layers]
+        return [shape for policy, _, shape in self._layers() if policy.shares_layers]
 
     def bounded(self) -> Cost:
         """Return the cost with kvkeep's cache."""
@@ -129,7 +125,7 @@ class Setting:
             block_bytes=BLOCK_BYTES,
             blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
             widened_slots=WIDEN_SLOTS,
-            turned=self.cache().position_mode == "slot",
+            turned=self.layout().positions == "slot",
             decoded=0 if self.kv_bits is None else size,
         )
         return Cost(
@@ -145,9 +141,9 @@ class Setting:
     def _slot_bytes(self) -> int:
         """Return the bytes of one row's slots in all layers."""
         sharing, size = self._sharing(), self.dtype.itemsize
-        apart = [(_number(layer, shape), shape) for layer, shape in self._layers() if not layer.policy.shares_layers]
+        apart = [(_number(*layer), layer[2]) for layer in self._layers() if not layer[0].shares_layers]
         # layers that share a budget put the same into it
-        numbers = [layer.budgets[0] for layer, _ in self._layers() if layer.policy.shares_layers]
+        numbers = [number for policy, number, _ in self._layers() if policy.shares_layers]
         joint = cost.joint_bytes(sharing, largest(numbers), size, **self._beside(sharing[0])) if sharing else 0
         return joint + sum(
             cost.block_bytes(
@@ -211,9 +207,9 @@ class Setting:
         return f"in {rest}" if self.scheme is None else f"in {self.scheme}; the rest in {rest}"
 
 
-def _number(layer: Layer, shape: LayerShape) -> Number:
+def _number(policy: Policy, number: Number, shape: LayerShape) -> Number:
     """Return the budget of a layer; the budget of each head where the heads share it."""
-    return _by_head(layer.budgets[0], shape) if layer.policy.spreads else layer.budgets[0]
+    return _by_head(number, shape) if policy.spreads else number
 
 
 def _by_head(number: Number, layer: LayerShape) -> tuple[int, ...]:

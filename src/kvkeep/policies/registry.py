@@ -13,19 +13,17 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import re
 import sys
 import types
 import typing
-from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvkeep.errors import PolicyError, closest, one_line
+from kvkeep.errors import PolicyError, one_line
 from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names
+from kvkeep.policies._names import REFERENCE, did_you_mean, unknown
 from kvkeep.policies.base import Policy, kinds_of, own_options
 
-_REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
 _REFERRED: dict[type[Policy], str] = {}
 """Classes that were named by module and class → that name."""
 
@@ -98,7 +96,7 @@ def parse(text: str) -> Policy:
 def split(text: str) -> tuple[str, str]:
     """Split a policy's string into its name and the text of its options."""
     name, _, tail = text.strip().partition(":")
-    if name not in available() and (found := _REFERENCE.fullmatch(text.strip())):
+    if name not in available() and (found := REFERENCE.fullmatch(text.strip())):
         return f"{found[1]}:{found[2]}", found[3] or ""
     return name, tail
 
@@ -113,12 +111,7 @@ def class_of(name: str) -> type[Policy]:
     module, colon, attribute = name.partition(":")
     if not colon:
         if name not in available():
-            if re.search(r"[/\\]|\w\.\w", name):
-                raise PolicyError(
-                    f"Unknown policy {name!r}. A policy of your own is MODULE:CLASS, with dots between folders and "
-                    "without .py: my_package.my_module:MyPolicy."
-                )
-            raise PolicyError(f"Unknown policy {name!r}.{_did_you_mean(name, available())}")
+            raise unknown(name, available())
         return available()[name]
     found: object = _import(module)
     try:
@@ -126,7 +119,7 @@ def class_of(name: str) -> type[Policy]:
             found = getattr(found, part)
     except AttributeError:
         known = [key for key, value in vars(sys.modules[module]).items() if _is_policy(value) and value is not Policy]
-        raise PolicyError(f"Module {module!r} has no {attribute!r}.{_did_you_mean(attribute, known)}") from None
+        raise PolicyError(f"Module {module!r} has no {attribute!r}.{did_you_mean(attribute, known)}") from None
     if not _is_policy(found):
         raise PolicyError(f"{name!r} is not a subclass of kvkeep.Policy.")
     cls = typing.cast(type[Policy], found)
@@ -154,7 +147,7 @@ def _import(module: str) -> types.ModuleType:
     except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
         if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):
             raise PolicyError(f"Module {module!r} cannot be imported: {one_line(error):.300}") from error
-        hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else _did_you_mean(module, available())
+        hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else did_you_mean(module, available())
         raise PolicyError(f"There is no policy and no module {module!r}.{hint}") from None
     finally:
         # what the module itself has put on the path stays
@@ -191,7 +184,7 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
             presets = [] if equals else list(cls.presets)
             kind = "option or preset" if presets else "option"
             shown = [*presets, *(option.name for option in own_options(cls))]
-            raise PolicyError(f"Policy {name!r} has no {kind} {key!r}.{_did_you_mean(key, shown)}")
+            raise PolicyError(f"Policy {name!r} has no {kind} {key!r}.{did_you_mean(key, shown)}")
         if not equals or not value:
             raise PolicyError(f"Option {key!r} of policy {name!r} has no value; write {name}:{key}=VALUE.")
         if key in values:
@@ -244,19 +237,6 @@ def describe(name: str) -> str:
     return doc.splitlines()[0] if doc else ""
 
 
-_MOST_SHOWN = 20
-"""Names that are listed beside a guess; a longer list would hide it."""
-
-
-def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return a hint for a wrong name: the closest known one, and the list of all if it is short."""
-    names = list(known)
-    by_lower_case = {name.lower(): name for name in names}
-    close = closest(wrong.lower(), by_lower_case)
-    hint = f" Did you mean {by_lower_case[close]!r}?" if close else ""
-    return hint if hint and len(names) > _MOST_SHOWN else f"{hint} Known: {', '.join(names) or 'none'}."
-
-
 def _convert(text: str, kind: object, where: str) -> object:
     """Convert an option's text to its declared type.
 
@@ -273,7 +253,7 @@ def _convert(text: str, kind: object, where: str) -> object:
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         if text not in choices:
-            raise PolicyError(f"{where}={text!r} is not a choice.{_did_you_mean(text, choices)}")
+            raise PolicyError(f"{where}={text!r} is not a choice.{did_you_mean(text, choices)}")
         return text
     if kind is bool:
         if text.lower() not in ("true", "false"):

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias, TypeVar
 from kvkeep.errors import InputError
 from kvkeep.models import threads as threads_of
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import joined, own_cpus
 from kvkeep.scale.worker_pool import Source, Stopped, WorkerFacts, WorkerPool, WorkResult

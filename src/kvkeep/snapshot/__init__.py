@@ -1,7 +1,4 @@
-"""A sequence's memory as an object: copied, saved, restored."""
+"""A sequence's memory as an object: copied, saved, restored.
 
-from kvkeep.snapshot.contents import Contents, put, take
-from kvkeep.snapshot.fingerprint import Fingerprint
-from kvkeep.snapshot.snapshot import Snapshot
-
-__all__ = ["Contents", "Fingerprint", "Snapshot", "put", "take"]
+Importing this package imports no torch: `file_format` and `positions` say what a file holds without it.
+"""

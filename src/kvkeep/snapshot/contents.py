@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,10 @@ from kvkeep.kv.joint_block import PartBlock, divide, store_of
 from kvkeep.kv.row_copy import Pack, RowCopy, check_row, pin_row, put_row, take_row
 from kvkeep.kv.store import inference
 from kvkeep.pins import Spans
+from kvkeep.snapshot.file_format import Flag, Place
 from kvkeep.types import EMPTY, bytes_of
 
 # One row of the layers that have a state of fixed size (state-space, convolution), as transformers stores them.
-
-Place: TypeAlias = tuple[str, int | None]
-"""An attribute of a layer; with a key if the attribute is a dictionary."""
-
-Flag: TypeAlias = bool | int | None
-"""A setting of a layer beside its tensors."""
 
 _TENSORS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 """Tensors of a layer, and the setting that says whether there is one. Later versions of transformers keep several."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.snapshot.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from kvkeep.snapshot.snapshot import Snapshot
 
 _NOTE = "fidelity"
 """The entry of a snapshot's note."""

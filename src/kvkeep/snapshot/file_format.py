@@ -1,4 +1,7 @@
-"""The header of a snapshot's file, checked against the size of the file before anything is allocated."""
+"""The header of a snapshot's file, checked against the size of the file before anything is allocated.
+
+Importing this module imports no torch, so that a list of many files is there at once.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch import Tensor
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from kvkeep.errors import InputError
-from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv_bits import EXPONENTS, HALVES, KV_BITS, NORMALS, scale_halves, transforms_keys
 from kvkeep.pins import Spans, spans
 from kvkeep.result_files import parse
-from kvkeep.snapshot.contents import Flag, Place
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
 
 # The layout of a snapshot's file: names, dtypes, and the description in the header.
@@ -34,22 +33,34 @@ from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
 KEY = "kvkeep"
 """The entry of the metadata."""
 
+Place: TypeAlias = tuple[str, int | None]
+"""An attribute of a layer with a state; with a key if the attribute is a dictionary."""
+
+Flag: TypeAlias = bool | int | None
+"""A setting of such a layer beside its tensors."""
+
+
+class Dtype(NamedTuple):
+    """A dtype by torch's name, and the bytes of a number."""
+
+    name: str
+    itemsize: int
+
+
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+    "BOOL": Dtype("bool", 1),
+    "U8": Dtype("uint8", 1),
+    "I8": Dtype("int8", 1),
+    "I32": Dtype("int32", 4),
+    "I64": Dtype("int64", 8),
+    "F16": Dtype("float16", 2),
+    "BF16": Dtype("bfloat16", 2),
+    "F32": Dtype("float32", 4),
+    "F64": Dtype("float64", 8),
 }
 """The dtypes of safetensors that a snapshot may have."""
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-TOKENS, OCCUPIED = "tokens", "occupied"
+TOKENS, OCCUPIED, POSITIONS = "tokens", "occupied", "store.positions"
 
 LAYER = re.compile(r"layers\.(\d{1,4})\.(occupied|[a-z]{1,20}(?:\.[A-Za-z0-9_]{1,60})?)")
 SHARED = re.compile(r"shared\.([a-z]{1,20})")
@@ -91,10 +102,15 @@ class TensorEntry:
         stop: the byte after its last one.
     """
 
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the bytes that the tensor stores for one token."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -203,22 +219,17 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
     check(end == size, f"its tensors have {end} bytes, and {size} follow the header: it was cut off or is damaged")
 
 
-def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
-    """Read one tensor from its place in a file.
+def read_into(file: IO[bytes], start: int, room: memoryview) -> None:
+    """Fill a room with the bytes of a file from ``start`` on.
 
     Raises:
         NotASnapshotError: the file has become shorter.
     """
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    if not tensor.numel():
-        return tensor
-    file.seek(start + entry.start)
-    room = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    file.seek(start)
     while len(room):
         n = file.readinto(room)  # type: ignore[attr-defined]
         check(bool(n), "it became shorter while it was read")
         room = room[n:]
-    return tensor
 
 
 def check(holds: bool, why: str) -> None:
@@ -385,3 +396,143 @@ def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
     if type(found) is not int or not least <= found <= most:
         raise NotASnapshotError(f"{shown} is {found!r:.40}")
     return found
+
+
+# Header and description together, checked as far as they can be without a tensor.
+
+_NUMBERS = {8: "int8", 4: "uint8"}
+"""The dtype of a vector's codes by number of bits."""
+
+KEY_EXPONENTS, KEY_NORMALS = f"store.{EXPONENTS}", f"store.{NORMALS}"
+
+_EXPANSION, _SLACK = 256, 2**20
+"""A file may describe slots of at most so many times its own bytes, or this many more."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Everything that a file says of its memory.
+
+    Attributes:
+        header: the header.
+        fingerprint: the model and the settings that it belongs to.
+        layers: the layers with slots.
+        groups: the tensors of each of them, under their names within the layer.
+        flags: the settings of the layers with a state of fixed size, by layer number.
+        pending: tokens of a prompt that were announced and not fed yet.
+        note: plain data of whoever took the snapshot.
+    """
+
+    header: Header
+    fingerprint: Fingerprint
+    layers: list[LayerDescription]
+    groups: list[dict[str, TensorEntry]]
+    flags: dict[int, dict[Place, Flag]]
+    pending: int
+    note: Mapping[str, Any]
+
+    @property
+    def seen(self) -> int:
+        """Return how many tokens the sequence has seen."""
+        return self.layers[0].numbers["seen"]
+
+
+def read_described(file: IO[bytes], size: int) -> Described:
+    """Read what an open file of ``size`` bytes says of its memory, and check it.
+
+    Raises:
+        NotASnapshotError: a check fails.
+    """
+    header = read_header(file, size)
+    fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
+    pending = whole(header.about.get("pending"), "pending", most=2**40)
+    note = header.about.get("note", {})
+    check(isinstance(note, dict), "its note is no object")
+    groups = _by_layer(header.entries, len(layers))
+    for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
+        _check_shapes(f"layer {number}", layer, entries)
+        _check_vectors(f"layer {number}", entries, fingerprint)
+        # a small file must not claim much memory by naming slots that are empty
+        cut = (entry for name, entry in entries.items() if is_cut(name, layer.whole))
+        expanded = layer.heads * layer.used * sum(entry.slot_bytes for entry in cut)
+        check(expanded <= _EXPANSION * size + _SLACK, f"layer {number} has {expanded} bytes of slots, nearly all empty")
+    flags = described_flags(header.about)
+    for name in header.entries:
+        if state := STATE.fullmatch(name):
+            check(int(state[1]) in flags, f"state {state[1]} is not described")
+    described = Described(header, fingerprint, layers, groups, flags, pending, note)
+    if (tokens := header.entries.get(TOKENS)) is not None:
+        fits = (tokens.dtype.name, tokens.shape) == ("int32", (described.seen,))
+        check(fits, f"it has not one token id for each of {described.seen} tokens")
+    return described
+
+
+def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
+    """Group the tensors of a file by layer, under their names within the layer.
+
+    Raises:
+        NotASnapshotError: there is a tensor that no snapshot has.
+    """
+    groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
+    for name, entry in entries.items():
+        found = LAYER.fullmatch(name)
+        # the second spelling of a number, as in 01, would be a second tensor of one name
+        if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
+            groups[int(found[1])][found[2]] = entry
+        else:
+            check(
+                not SHARED.fullmatch(name),
+                "an earlier version kept spatten's sums beside the slots; read the text again",
+            )
+            known = not found and (name == TOKENS or STATE.fullmatch(name))
+            check(bool(known), f"it has a tensor {name!r:.60}, which no snapshot has")
+    return groups
+
+
+def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
+    """Refuse a layer whose tensors do not fit its description, or each other.
+
+    Raises:
+        NotASnapshotError: the tensors do not fit.
+    """
+    missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
+    check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
+    keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
+    check(len(keys.shape) == len(values.shape) == 2, f"{shown} has keys or values of a wrong shape")
+    slots, n = layer.heads * layer.used, keys.shape[0]
+    check((bits.dtype.name, bits.shape) == ("uint8", (-(-slots // 8),)), f"{shown} has not one bit for each slot")
+    check(n <= slots, f"{shown} has {n} tokens in {slots} slots")
+    check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
+    for name in (name for name in entries if is_cut(name, layer.whole)):
+        kind, shape = entries[name].dtype, entries[name].shape
+        check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
+        if name not in ("store.keys", "store.values", *SCALES):
+            wanted = "int32" if name == "store.positions" else "float32"
+            check((kind.name, len(shape)) == (wanted, 1), f"{name} of {shown} is no list of {wanted}")
+
+
+def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
+    """Refuse keys and values that do not have the dtype of the fingerprint, or lack the scales of quantized ones.
+
+    Raises:
+        NotASnapshotError: there is such a tensor.
+    """
+    scales = entries.keys() & set(SCALES)
+    check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
+    transformed = transforms_keys(made.kv_bits)
+    for name, dtype in ((KEY_EXPONENTS, "int8"), (KEY_NORMALS, "float32")):
+        called, entry = name.removeprefix("store.key_"), entries.get(name)
+        missing = f"it has no {called} of keys of 4 bits: an earlier version wrote it; read the text again"
+        check(entry is not None or not transformed, missing)
+        check(entry is None or transformed, f"{shown} has needless {called} of its keys")
+        check(entry is None or entry.dtype.name == dtype, f"{shown} has {called} that are no {dtype}")
+    for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
+        entry = entries[f"store.{name}"]
+        wanted = made.dtype if bits is None else _NUMBERS[bits]
+        check(entry.dtype.name == wanted, f"{shown} has {entry.dtype.name}, and its fingerprint says {wanted}")
+        if bits is not None:
+            found, (n, width) = entries[f"store.{name[:-1]}_scales"], entry.shape
+            shape = (n, scale_halves(width * 8 // bits, bits))
+            earlier = bits == 4 and found.shape == (n, scale_halves(width * 2, bits) // HALVES[bits])
+            check(not earlier, "an earlier version wrote it, whose codes of 4 bits had no offsets; read the text again")
+            check((found.dtype.name, found.shape) == ("float16", shape), f"{shown} has not the scales of its {name}")

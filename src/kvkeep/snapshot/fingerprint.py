@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import PolicyError, SnapshotError
-from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import available, parse, spec, split
+
+if TYPE_CHECKING:
+    from kvkeep.policies.base import Policy
 
 FORMAT = 1
 """Version of the contents and of the file. Higher ones are refused."""
@@ -161,6 +162,8 @@ def policy_named(policy: str) -> Policy:
     Raises:
         SnapshotError: no policy of that name is registered, or its options are wrong.
     """
+    from kvkeep.policies.registry import available, parse, split  # imports torch
+
     name, _ = split(policy)
     try:
         if name in available():
@@ -173,6 +176,8 @@ def policy_named(policy: str) -> Policy:
 
 def name_of_policy(policy: Policy) -> str:
     """Return a policy's string. For a registered policy, `parse` turns it into an equal one."""
+    from kvkeep.policies.registry import spec  # imports torch
+
     try:
         return spec(policy)
     except PolicyError:

@@ -3,60 +3,54 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.kv.row_copy import RowCopy
-from kvkeep.kv.slot_codec import (
-    EXPONENTS,
-    HALVES,
-    KV_BITS,
-    MOST_EXPONENT,
-    NORMALS,
-    NUMBERS,
-    scale_halves,
-    transforms_keys,
-)
+from kvkeep.kv.slot_codec import NUMBERS
+from kvkeep.kv_bits import MOST_EXPONENT
 from kvkeep.pins import Span, Spans, end, spans
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
-from kvkeep.snapshot.contents import Contents, Place, StateCopy
+from kvkeep.snapshot.contents import Contents, StateCopy
 from kvkeep.snapshot.file_format import (
+    DTYPES,
     KEY,
-    LAYER,
+    KEY_EXPONENTS,
+    KEY_NORMALS,
     LONGEST_HEADER,
-    NAMES,
     OCCUPIED,
+    POSITIONS,
     SCALES,
-    SHARED,
     STATE,
     TOKENS,
     LayerDescription,
-    NotASnapshotError,
+    Place,
     TensorEntry,
     check,
-    described_flags,
     described_layers,
     fingerprint_of,
     is_cut,
     opened,
+    read_described,
     read_header,
-    read_tensor,
-    whole,
+    read_into,
 )
 from kvkeep.snapshot.fingerprint import Fingerprint
-from kvkeep.types import EMPTY
+from kvkeep.snapshot.positions import check_ids, explained, in_slots
+
+_NAMES = {getattr(torch, dtype.name): name for name, dtype in DTYPES.items()}
+"""dtype → its name in safetensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +190,8 @@ class FileParts(NamedTuple):
     note: Mapping[str, Any]
 
 
-_EXPONENTS, _NORMALS = f"store.{EXPONENTS}", f"store.{NORMALS}"
 _ROUNDED = 1e-4
 """By how much the square of a normal may miss 2."""
-
-_EXPANSION, _SLACK = 256, 2**20
-"""A file may describe slots of at most so many times its own bytes, or this many more."""
 
 
 def load(path: str | os.PathLike[str]) -> FileParts:
@@ -215,136 +205,26 @@ def load(path: str | os.PathLike[str]) -> FileParts:
         return _read(file, size)
 
 
-@contextmanager
-def explained(source: Path) -> Iterator[None]:
-    """Raise a `SnapshotError` for a file that cannot be read, or is no snapshot."""
-    try:
-        yield
-    except NotASnapshotError as error:
-        raise SnapshotError(
-            f"{source} is no snapshot that can be used: {error}. Give a file of kvkeep remember or Snapshot.save."
-        ) from error
-    except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
-
-
 def _read(file: IO[bytes], size: int) -> FileParts:
     """Read an open file's parts, checking each number before it is used."""
-    header = read_header(file, size)
-    fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
-    pending = whole(header.about.get("pending"), "pending", most=2**40)
-    note = header.about.get("note", {})
-    check(isinstance(note, dict), "its note is no object")
-    groups = _by_layer(header.entries, len(layers))
-    seen = layers[0].numbers["seen"]
-    for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
-        _check_shapes(f"layer {number}", layer, entries)
-        _check_vectors(f"layer {number}", entries, fingerprint)
-        # a small file must not claim much memory by naming slots that are empty
-        expanded = (
-            layer.heads
-            * layer.used
-            * sum(_slot_bytes(entry) for name, entry in entries.items() if is_cut(name, layer.whole))
-        )
-        check(expanded <= _EXPANSION * size + _SLACK, f"layer {number} has {expanded} bytes of slots, nearly all empty")
-    if (tokens := header.entries.get(TOKENS)) is not None:
-        fits = (tokens.dtype, tokens.shape) == (torch.int32, (seen,))
-        check(fits, f"it has not one token id for each of {seen} tokens")
+    found = read_described(file, size)
+    header, tokens = found.header, found.header.entries.get(TOKENS)
 
     def tensor(entry: TensorEntry) -> Tensor:
         return read_tensor(file, header.start, entry)
 
     ids = None if tokens is None else tensor(tokens)
-    check(ids is None or bool((ids >= 0).all()), "a token id is negative")
+    check_ids(None if ids is None else ids.numpy())
     copies = [
         _layer(f"layer {number}", layer, {name: tensor(entry) for name, entry in entries.items()})
-        for number, (layer, entries) in enumerate(zip(layers, groups, strict=True))
+        for number, (layer, entries) in enumerate(zip(found.layers, found.groups, strict=True))
     ]
-    flags = described_flags(header.about)
-    states: dict[int, dict[Place, Tensor]] = {number: {} for number in flags}
+    states: dict[int, dict[Place, Tensor]] = {number: {} for number in found.flags}
     for name, entry in header.entries.items():
-        if found := STATE.fullmatch(name):
-            check(int(found[1]) in states, f"state {found[1]} is not described")
-            states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
-    held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
-    return FileParts(Contents(tuple(copies), held), fingerprint, ids, pending, note)
-
-
-def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
-    """Group the tensors of a file by layer, under their names within the layer.
-
-    Raises:
-        NotASnapshotError: there is a tensor that no snapshot has.
-    """
-    groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
-    for name, entry in entries.items():
-        found = LAYER.fullmatch(name)
-        # the second spelling of a number, as in 01, would be a second tensor of one name
-        if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
-            groups[int(found[1])][found[2]] = entry
-        else:
-            check(
-                not SHARED.fullmatch(name),
-                "an earlier version kept spatten's sums beside the slots; read the text again",
-            )
-            known = not found and (name == TOKENS or STATE.fullmatch(name))
-            check(bool(known), f"it has a tensor {name!r:.60}, which no snapshot has")
-    return groups
-
-
-def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
-    """Refuse a layer whose tensors do not fit its description, or each other.
-
-    Raises:
-        NotASnapshotError: the tensors do not fit.
-    """
-    missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
-    check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
-    keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
-    check(len(keys.shape) == len(values.shape) == 2, f"{shown} has keys or values of a wrong shape")
-    slots, n = layer.heads * layer.used, keys.shape[0]
-    check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
-    check(n <= slots, f"{shown} has {n} tokens in {slots} slots")
-    check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
-    for name in (name for name in entries if is_cut(name, layer.whole)):
-        kind, shape = entries[name].dtype, entries[name].shape
-        check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
-        if name not in ("store.keys", "store.values", *SCALES):
-            wanted = torch.int32 if name == "store.positions" else torch.float32
-            check((kind, len(shape)) == (wanted, 1), f"{name} of {shown} is no list of {wanted}")
-
-
-def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
-    """Refuse keys and values that do not have the dtype of the fingerprint, or lack the scales of quantized ones.
-
-    Raises:
-        NotASnapshotError: there is such a tensor.
-    """
-    scales = entries.keys() & set(SCALES)
-    check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
-    transformed = transforms_keys(made.kv_bits)
-    for name, dtype in ((_EXPONENTS, torch.int8), (_NORMALS, torch.float32)):
-        called, entry = name.removeprefix("store.key_"), entries.get(name)
-        missing = f"it has no {called} of keys of 4 bits: an earlier version wrote it; read the text again"
-        check(entry is not None or not transformed, missing)
-        check(entry is None or transformed, f"{shown} has needless {called} of its keys")
-        check(entry is None or entry.dtype == dtype, f"{shown} has {called} that are no {str(dtype)[6:]}")
-    for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
-        entry = entries[f"store.{name}"]
-        wanted = f"torch.{made.dtype}" if bits is None else str(NUMBERS[bits])
-        check(str(entry.dtype) == wanted, f"{shown} has {entry.dtype}, and its fingerprint says {wanted[6:]}")
-        if bits is not None:
-            found, (n, width) = entries[f"store.{name[:-1]}_scales"], entry.shape
-            shape = (n, scale_halves(width * 8 // bits, bits))
-            earlier = bits == 4 and found.shape == (n, scale_halves(width * 2, bits) // HALVES[bits])
-            check(not earlier, "an earlier version wrote it, whose codes of 4 bits had no offsets; read the text again")
-            check((found.dtype, found.shape) == (torch.float16, shape), f"{shown} has not the scales of its {name}")
-
-
-def _slot_bytes(entry: TensorEntry) -> int:
-    """Return the bytes that a tensor stores for one token."""
-    return entry.dtype.itemsize * math.prod(entry.shape[1:])
+        if place := STATE.fullmatch(name):
+            states[int(place[1])][place[2], None if place[3] is None else int(place[3])] = tensor(entry)
+    held = {number: StateCopy(tensors, found.flags[number]) for number, tensors in states.items()}
+    return FileParts(Contents(tuple(copies), held), found.fingerprint, ids, found.pending, found.note)
 
 
 def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
@@ -353,19 +233,18 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     Raises:
         NotASnapshotError: tokens, slots or positions do not fit each other.
     """
-    occupied = unpacked_bits(found.pop(OCCUPIED), about.heads * about.used).view(about.heads, about.used)
-    n = len(found["store.positions"])
-    check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
-    check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
+    bits, places = (found.pop(name).numpy() for name in (OCCUPIED, POSITIONS))
+    positions = torch.from_numpy(in_slots(shown, about, bits, places))
+    occupied = positions >= 0
     for name in found.keys() & set(SCALES):
         # offsets, beside the scales of codes of 4 bits, may be negative
         each = 2 if found[f"{name.removesuffix('_scales')}s"].dtype == NUMBERS[4] else 1
         whole = found[name].isfinite().all() & (found[name][..., ::each] >= 0).all()
         check(bool(whole), f"{shown} has scales that are negative or no numbers")
-    if (exponents := found.get(_EXPONENTS)) is not None:
+    if (exponents := found.get(KEY_EXPONENTS)) is not None:
         allowed = bool((exponents.int().abs() <= MOST_EXPONENT).all())
         check(allowed, f"{shown} has exponents of its keys beyond {MOST_EXPONENT}")
-    if (normals := found.get(_NORMALS)) is not None:
+    if (normals := found.get(KEY_NORMALS)) is not None:
         squares = normals.square().sum(dim=-1)
         check(
             bool(((squares - 2).abs() < _ROUNDED).logical_or(squares == 0).all()),
@@ -373,22 +252,9 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
         )
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
-    positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)
-    _check_positions(shown, found["store.positions"], positions, about.numbers["seen"])
     numbers = {name: torch.tensor(value, dtype=torch.int64) for name, value in about.numbers.items()}
-    return RowCopy({**dense, **numbers}, cut, positions.clone(), about.capacity, about.budget, about.pins)
-
-
-def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "Hk used"], seen: int) -> None:
-    """Refuse positions that the sequence has not seen, or that a head holds twice.
-
-    Raises:
-        NotASnapshotError: there is such a position.
-    """
-    check(bool(((found >= 0) & (found < seen)).all()), f"{shown} holds positions outside of the {seen} tokens seen")
-    order = dense.sort(dim=1).values
-    twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
-    check(not bool(twice.any()), f"{shown} holds a position twice in a head")
+    tensors = {**dense, POSITIONS: positions, **numbers}
+    return RowCopy(tensors, cut | {POSITIONS}, positions.clone(), about.capacity, about.budget, about.pins)
 
 
 def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
@@ -398,10 +264,16 @@ def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
     return dense
 
 
-def unpacked_bits(found: UInt8[Tensor, " bytes"], n: int) -> Bool[Tensor, " n"]:
-    """Return the first ``n`` bits of a tensor of bytes as booleans; the inverse of `packed_bits`."""
-    bits: Tensor = (found[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten()[:n].bool()
+def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
+    """Read one tensor from its place in a file.
+
+    Raises:
+        NotASnapshotError: the file has become shorter.
+    """
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+    if tensor.numel():
+        read_into(file, start + entry.start, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return tensor
 
 
 # Snapshots written to files: whole or not at all.
@@ -457,7 +329,7 @@ def chunks(parts: FileParts) -> Iterator[bytes]:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     if len(header) > LONGEST_HEADER:
         raise SnapshotError(
@@ -537,10 +409,8 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed_bits(bits: Bool[Tensor, " n"]) -> UInt8[Tensor, " bytes"]:
-    """Pack booleans into bytes, eight to a byte, the first one in the lowest bit."""
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
-    weights = 2 ** torch.arange(8)
-    return (padded * weights).sum(dim=1).to(torch.uint8)
+    """Pack booleans into bytes, eight to a byte, the first one in the lowest bit, as `in_slots` reads them."""
+    return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -22,7 +22,8 @@ from kvkeep.cache.row_snapshot import new_block
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import ranking
 from kvkeep.kv.block import empty
-from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
+from kvkeep.kv.slot_codec import decode, encode, encode_keys, hadamard
+from kvkeep.kv_bits import KV_BITS
 from kvkeep.pins import Spans, table
 from kvkeep.policies._keep_prompt import keeps_share, keeps_whole, reading, with_prompt
 from kvkeep.policies.base import Policy

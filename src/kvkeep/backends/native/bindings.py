@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport
 from kvkeep.backends.native.build import native
-from kvkeep.kv.slot_codec import HALVES, NUMBERS, CodedSlots, Codes, KeyTransform, n_normals
+from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes, KeyTransform
+from kvkeep.kv_bits import HALVES, n_normals
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Ranges, Slots
 

@@ -13,7 +13,8 @@ from kvkeep.errors import BudgetError, InputError, pip_install
 from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.lm_eval.scoring import BoundedModel
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import find, quiet, read_weights
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.registry import parse

@@ -13,7 +13,7 @@ from kvkeep.errors import InputError, closest
 from kvkeep.evals.arms import split_arms
 from kvkeep.evals.report import Table
 from kvkeep.evals.results import Row, of_task
-from kvkeep.kv.slot_codec import check_bits
+from kvkeep.kv_bits import check_bits
 from kvkeep.policies.registry import spec
 
 _FOLDER = "kvkeep.evals.recipes"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvkeep.errors import InputError, closest
 from kvkeep.evals.task import Task
+from kvkeep.evals.task_names import split_tasks
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.choice import MultipleChoice
 from kvkeep.evals.tasks.continuation import Continuation
@@ -33,12 +33,4 @@ def find(names: str) -> list[type[Task]]:
     Raises:
         InputError: the list is empty, or names an unknown task.
     """
-    wanted = list(dict.fromkeys(filter(None, (name.strip() for name in names.split(",")))))
-    if not wanted:
-        raise InputError(f"The list of tasks is empty. Known: {', '.join(TASKS)}.")
-    for name in wanted:
-        if name not in TASKS:
-            close = closest(name, TASKS)
-            hint = f" Did you mean {close!r}?" if close else ""
-            raise InputError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}.")
-    return [TASKS[name] for name in wanted]
+    return [TASKS[name] for name in split_tasks(names)]

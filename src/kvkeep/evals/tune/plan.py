@@ -33,7 +33,7 @@ from kvkeep.evals.tune.measure import (
 )
 from kvkeep.evals.tune.search import LIMITS, VERSION, Limits
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.planning.model_shapes import outline
+from kvkeep.planning.families import outline
 from kvkeep.planning.plan import Setting
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec

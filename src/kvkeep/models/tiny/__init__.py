@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvkeep.errors import ModelFileError
 
-__all__ = ["path"]
+__all__ = ["embedded", "path"]
 
 WEIGHTS = "model.safetensors"
 CHECKSUM = "model.safetensors.sha256"
@@ -36,6 +36,21 @@ def path() -> Path:
         raise ModelFileError(f"{checksum} is missing or empty: the installation is incomplete; install kvkeep again")
     check(folder / WEIGHTS, words[0])
     return folder
+
+
+def embedded() -> str:
+    """Return the folder of the embedded model.
+
+    Raises:
+        ModelFileError: its files are missing or corrupted.
+    """
+    remedy = "Give a `model`: a hub name such as Qwen/Qwen3-0.6B, or a local folder."
+    try:
+        return str(path())
+    except FileNotFoundError as error:
+        raise ModelFileError(f"This installation of kvkeep has no embedded model. {remedy}") from error
+    except ModelFileError as error:
+        raise ModelFileError(f"The embedded model cannot be used: {str(error).rstrip('.')}. {remedy}") from error
 
 
 def check(weights: Path, expected: str) -> None:

@@ -26,6 +26,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
 from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tiny import embedded
 from kvkeep.models.tokenization import Writer
 from kvkeep.planning.plan import plan
 from kvkeep.scale.cluster import check_ray
@@ -109,7 +110,7 @@ def prepare(request: AnalyzeOptions) -> AnalysisJob:
     text = read_text(request.text, kind="text file", purpose=_PURPOSE)
     parse_dtype(request.dtype)
     check_format(request.load_in, parse_device(request.device))
-    name = request.model or load.embedded()
+    name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = load.find(name, allow_pickle=request.allow_pickle)
     file = "standard input" if request.text == STANDARD_INPUT else Path(request.text).name
