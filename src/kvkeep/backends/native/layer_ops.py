@@ -41,6 +41,9 @@ MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES, MOST_ROWS_WITHOUT_BYTES = 128, 32, 1
 """The same for quantized weights, where the processor multiplies bytes (VNNI), and where it does not. To unpack weights
 takes as long as a product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
 
+MOST_ROWS_OF_LOGITS = 128
+"""The same for a model's last product, which torch would round to half precision."""
+
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
 
@@ -179,17 +182,34 @@ def quantized_embedding(
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:
     """Compute up to three linear layers for the same few rows; ``None`` if the kernel cannot do it."""
+    if x.numel() > most_rows(x.dtype, layers) * x.shape[-1]:
+        return None
+    return _products(x, layers, x.dtype)
+
+
+def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
+    """Compute a linear layer in float32, to which the kernel adds up in any case; ``None`` if the kernel cannot do it.
+
+    With more than `MOST_ROWS_OF_LOGITS` rows in half precision, it is torch that computes and rounds them.
+    """
+    found = (
+        _products(x.contiguous(), [layer], torch.float32) if x.numel() <= MOST_ROWS_OF_LOGITS * x.shape[-1] else None
+    )
+    return None if found is None else found[0]
+
+
+def _products(
+    x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear], dtype: torch.dtype
+) -> list[Tensor] | None:
+    """Compute linear layers in the kernel, with outputs in float32 or the dtype of ``x``; ``None`` if it cannot."""
     library = library_for(x)
-    if library is None or not all(fits(layer, x, x.shape[-1]) for layer in layers):
+    if library is None or len(layers) > _MOST_WEIGHTS or not all(fits(layer, x, x.shape[-1]) for layer in layers):
         return None
-    rows = x.numel() // x.shape[-1]
-    if rows > most_rows(x.dtype, layers) or len(layers) > _MOST_WEIGHTS:
-        return None
-    outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
-    packed = _head(x, rows, len(layers))
+    outs = [x.new_empty((*x.shape[:-1], layer.out_features), dtype=dtype) for layer in layers]
+    packed = _head(x, x.numel() // x.shape[-1], len(layers))
     packed += b"".join(_packed(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
-    failed = library.kvkeep_products(packed + _NO_WEIGHTS * (_MOST_WEIGHTS - len(layers)))
-    return None if failed else outs
+    packed += _NO_WEIGHTS * (_MOST_WEIGHTS - len(layers)) + _NUMBER.pack(dtype is torch.float32)
+    return None if library.kvkeep_products(packed) else outs
 
 
 def gated(

@@ -26,6 +26,7 @@ extern "C" struct Products {
     const char *x;
     int64_t count;
     Weights all[3];
+    int64_t wide;  // whether the outputs are float32 in place of the type
 };
 
 // down(activation(gate(x)) * up(x)), in `scratch` of rows x inner elements; without weights of up: down(activation(gate(x))).
@@ -220,7 +221,10 @@ int64_t products_as(const Products &p) {
         for (; i >= pieces(by->outputs); by++) i -= pieces(by->outputs);
         const int64_t first = i * EACH, some = std::min(EACH, by->outputs - first);
         product<X>(*by, in, first, some, scratch);
-        write<X>(scratch, p.rows, by->outputs, first, some, by->out);
+        if (p.wide)
+            write<Float32>(scratch, p.rows, by->outputs, first, some, by->out);
+        else
+            write<X>(scratch, p.rows, by->outputs, first, some, by->out);
     };
     return for_each_in_order(n, bytes, p.threads, p.rows * EACH, work) ? 0 : -1;
 }
