@@ -89,7 +89,7 @@ class FusedLinear(nn.Linear):
         return super().forward(input) if wide is None else wide
 
 
-class FusedHead(FusedLinear):
+class FusedHead(nn.Linear):
     """The last linear layer of a model in half precision. Its outputs, the logits, are float32.
 
     Half precision has steps of 1/8 between 16 and 32, where the logits of likely tokens are: in it the best two are
@@ -408,7 +408,7 @@ def fuse_head(model: Any) -> None:
     """Turn the fused layer that computes a model's logits in half precision into a `FusedHead`, in place."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is FusedLinear and head.weight.dtype is not torch.float32:
-        head.__class__ = FusedHead
+        object.__setattr__(head, "__class__", FusedHead)
 
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
 from kvkeep.models.fused_layers import FusedLayer, fuse_layer
 from kvkeep.models.fused_modules import (
     FusedGate,
+    FusedHead,
     FusedLinear,
     FusedNorm,
     FusedQKV,
@@ -43,7 +44,7 @@ FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
 _MIXINS = (FusedGate, FusedNorm, FusedLayer, FusedDecoder)
-FUSED = (FusedLinear, *_MIXINS)
+FUSED = (FusedLinear, FusedHead, *_MIXINS)
 """Classes of fused modules."""
 
 _LEFT = "_kvkeep_left_plain"
@@ -133,7 +134,7 @@ def restore_modules(model: nn.Module) -> None:
         if isinstance(module, _MIXINS):
             kind: Any = type(module)
             module.__class__ = kind.plain
-        elif isinstance(module, FusedLinear):
+        elif type(module) in (FusedLinear, FusedHead):
             vars(module).pop("_qkv", None)
             object.__setattr__(module, "__class__", nn.Linear)
 

@@ -90,16 +90,19 @@ def _has(name: str) -> bool:
     return bool(supported and supported())
 
 
-def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
+def widened(
+    x: Float[Tensor, "*n in"], layer: nn.Linear, dtype: torch.dtype | None = None
+) -> Float[Tensor, "*n out"] | None:
     """Compute a linear layer in a `slow` dtype for many rows, with its weights in float32 piece by piece.
 
-    Return ``None`` for another dtype or quantized weights, or if the layer does not fit.
+    Return ``None`` for another dtype or quantized weights, or if the layer does not fit. The output has the dtype of
+    ``x`` unless another one is given.
     """
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     if isinstance(layer.weight, QuantizedTensor):
         return None
-    wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
+    wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features), dtype=dtype)
     step = max(1, WIDE_BYTES // (4 * layer.in_features))
     for first in range(0, layer.out_features, step):
         part = slice(first, first + step)
@@ -192,9 +195,9 @@ def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out
 
     With more than `MOST_ROWS_OF_LOGITS` rows in half precision, it is torch that computes and rounds them.
     """
-    found = (
-        _products(x.contiguous(), [layer], torch.float32) if x.numel() <= MOST_ROWS_OF_LOGITS * x.shape[-1] else None
-    )
+    if x.numel() > MOST_ROWS_OF_LOGITS * x.shape[-1]:
+        return widened(x, layer, torch.float32)
+    found = _products(x.contiguous(), [layer], torch.float32)
     return None if found is None else found[0]
 
 
