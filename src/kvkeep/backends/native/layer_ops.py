@@ -41,6 +41,10 @@ MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES, MOST_ROWS_WITHOUT_BYTES = 128, 32, 1
 """The same for quantized weights, where the processor multiplies bytes (VNNI), and where it does not. To unpack weights
 takes as long as a product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
 
+MOST_ROWS_IN_TILES = 512
+"""The same for quantized weights where the kernel multiplies tiles of bfloat16 numbers itself, and makes each of them
+when it is needed. With more rows torch's products make up for writing all weights to memory."""
+
 MOST_ROWS_OF_LOGITS = 128
 """The same for a model's last product, which torch would round to half precision."""
 
@@ -185,20 +189,30 @@ def quantized_embedding(
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:
     """Compute up to three linear layers for the same few rows; ``None`` if the kernel cannot do it."""
-    if x.numel() > most_rows(x.dtype, layers) * x.shape[-1]:
-        return None
-    return _products(x, layers, x.dtype)
+    most = MOST_ROWS_IN_TILES if _unpacks_to_tiles(x.dtype, layers) else most_rows(x.dtype, layers)
+    return None if x.numel() > most * x.shape[-1] else _products(x, layers, x.dtype)
 
 
 def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
     """Compute a linear layer in float32, to which the kernel adds up in any case; ``None`` if the kernel cannot do it.
 
-    With more than `MOST_ROWS_OF_LOGITS` rows in half precision, it is torch that computes and rounds them.
+    With more than `MOST_ROWS_OF_LOGITS` rows torch computes and rounds them, unless the kernel multiplies tiles.
     """
-    if x.numel() > MOST_ROWS_OF_LOGITS * x.shape[-1]:
+    if x.numel() > MOST_ROWS_OF_LOGITS * x.shape[-1] and not _has_squares(x.dtype):
         return widened(x, layer, torch.float32)
     found = _products(x.contiguous(), [layer], torch.float32)
     return None if found is None else found[0]
+
+
+def _unpacks_to_tiles(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear]) -> bool:
+    """Return whether the kernel makes tiles of the weights, all of which are quantized."""
+    return all(isinstance(layer.weight, QuantizedTensor) for layer in layers) and _has_squares(dtype)
+
+
+def _has_squares(dtype: torch.dtype) -> bool:
+    """Return whether the kernel multiplies tiles of numbers of this dtype."""
+    library = native().library if dtype is torch.bfloat16 else None
+    return library is not None and bool(library.kvkeep_has_squares(b""))
 
 
 def _products(

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "heads.h"
+#include "many.h"
 #include "quantized.h"
 #include "vectors.h"
 
@@ -26,7 +27,7 @@ extern "C" struct Products {
     const char *x;
     int64_t count;
     Weights all[3];
-    int64_t wide;  // whether the outputs are float32 in place of the type
+    int64_t wide = 0;  // whether the outputs are float32 in place of the type
 };
 
 // down(activation(gate(x)) * up(x)), in `scratch` of rows x inner elements; without weights of up: down(activation(gate(x))).
@@ -206,8 +207,49 @@ void write(const float *from, int64_t rows, int64_t outputs, int64_t first, int6
 
 inline int64_t pieces(int64_t outputs) { return (outputs + EACH - 1) / EACH; }
 
+constexpr int64_t FEW = 16, FEW_WIDE = 128;  // rows of products beside tiles
+
+// Whether products are computed in tiles, for which quantized weights are rounded to bfloat16: more rows are few where
+// outputs are wide.
+template <class X>
+bool in_squares(const Products &p) {
+    if (!std::is_same_v<X, BFloat16> || p.width % (2 * SQUARE) || !has_squares()) return false;
+    const bool rounds = std::any_of(p.all, p.all + p.count, is_quantized);
+    return p.rows > (rounds && p.wide ? FEW_WIDE : FEW);
+}
+
+inline int64_t products_in_squares(const Products &p) {
+#ifdef KVKEEP_SQUARES
+    const ManyRows rows(p.rows, p.width, p.threads, p.wide);
+    if (!rows.prepare(p.x)) return -1;
+    for (const Weights *by = p.all; by < p.all + p.count; by++) {
+        bool done = false;
+        if (is_quantized(*by)) {
+            by_packing(by->bits, by->group, [&](auto packing) {
+                typedef decltype(packing) P;
+                const int64_t bytes = block_bytes(by->bits, by->group, p.width);
+                done = rows.multiply_with(by->outputs, by->bias, by->out, [&](int64_t block, uint16_t *to) {
+                    put_block<P>(by->weight + block * bytes, p.width, to);
+                });
+            });
+        } else {
+            done = rows.multiply_with(by->outputs, by->bias, by->out, [&](int64_t block, uint16_t *to) {
+                const int64_t first = block * SQUARE;
+                put_block((const uint16_t *)by->weight + first * p.width, by->outputs - first, p.width, to);
+            });
+        }
+        if (!done) return -1;
+    }
+    return 0;
+#else
+    (void)p;
+    return -1;
+#endif
+}
+
 template <class X>
 int64_t products_as(const Products &p) {
+    if (in_squares<X>(p)) return products_in_squares(p);
     int64_t n = 0, bytes = 0;
     bool is_coded = false;
     for (int64_t i = 0; i < p.count; i++) {
