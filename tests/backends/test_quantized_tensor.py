@@ -124,7 +124,7 @@ def test_products_are_those_of_the_numbers(bits, group, dtype, bias):
 
 @needs_the_kernel
 @formats
-@pytest.mark.parametrize("rows", [17, 64, 150])
+@pytest.mark.parametrize("rows", [33, 64, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_many_rows_are_those_of_the_rounded_numbers(bits, group, rows, dtype):
     """With tiles of halves, as with unpacked weights, rounding the weights comes before the product."""

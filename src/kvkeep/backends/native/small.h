@@ -207,15 +207,15 @@ void write(const float *from, int64_t rows, int64_t outputs, int64_t first, int6
 
 inline int64_t pieces(int64_t outputs) { return (outputs + EACH - 1) / EACH; }
 
-constexpr int64_t FEW = 16, FEW_WIDE = 128;  // rows of products beside tiles
+constexpr int64_t FEW = 16, FEW_QUANTIZED = 32, FEW_WIDE = 128;  // rows of products beside tiles
 
-// Whether products are computed in tiles, for which quantized weights are rounded to bfloat16: more rows are few where
-// outputs are wide.
+// Whether products are computed in tiles. A step of the model has few rows, whose numbers do not depend on how many they
+// are. Quantized weights are rounded to bfloat16 in tiles, so more rows are few for them, above all if outputs are wide.
 template <class X>
 bool in_squares(const Products &p) {
     if (!std::is_same_v<X, BFloat16> || p.width % (2 * SQUARE) || !has_squares()) return false;
     const bool rounds = std::any_of(p.all, p.all + p.count, is_quantized);
-    return p.rows > (rounds && p.wide ? FEW_WIDE : FEW);
+    return p.rows > (!rounds ? FEW : p.wide ? FEW_WIDE : FEW_QUANTIZED);
 }
 
 inline int64_t products_in_squares(const Products &p) {
