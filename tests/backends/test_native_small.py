@@ -41,6 +41,18 @@ def test_products_are_those_of_torch(dtype, rows, width, bias):
         assert_near(found, plain(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 7), (16, 320), (17, 320), (33, 33), (300, 96)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_added_up_in_float32_and_stay_so(dtype, rows, width, bias, monkeypatch):
+    monkeypatch.setattr(layer_ops, "MOST_ROWS_OF_LOGITS", 300)
+    head, x = layer(width, 45, dtype, bias=bias), torch.randn(rows, width).to(dtype)
+    head.weight.data[3, 2], head.weight.data[4, 1] = torch.nan, torch.inf
+    found, expected = layer_ops.logits(x, head), head.float()(x.float())
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("bias", [False, True])
 def test_where_torch_is_slow_products_are_for_more_rows(dtype, bias, monkeypatch):

@@ -124,6 +124,36 @@ def test_products_are_those_of_the_numbers(bits, group, dtype, bias):
 
 @needs_the_kernel
 @formats
+@pytest.mark.parametrize("rows", [33, 64, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_many_rows_are_those_of_the_rounded_numbers(bits, group, rows, dtype):
+    """With tiles of halves, as with unpacked weights, rounding the weights comes before the product."""
+    weight, numbers = matrix(35, 96, bits, group, torch.bfloat16)
+    added = nn.Parameter(torch.randn(35).bfloat16(), False)
+    x = torch.randn(rows, 96).bfloat16()
+    (found,) = layer_ops._products(x, [layer_ops.Linear(weight, added)], dtype)
+    assert found.dtype is dtype
+    exact = linear(x.double(), numbers.bfloat16().double(), added.double())
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=8e-3 * float(exact.abs().max()))
+
+
+@needs_the_kernel
+def test_a_row_of_many_is_the_same_alone_whatever_the_threads():
+    weight, _ = matrix(300, 512, 4, 32, torch.bfloat16)
+    x, layers = torch.randn(150, 512).bfloat16(), [layer_ops.Linear(weight, None)] * 2
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = layer_ops._products(x, layers, x.dtype)
+        torch.set_num_threads(3)
+        again = layer_ops._products(x.flip(0), layers, x.dtype)
+        assert all(torch.equal(one, other.flip(0)) for one, other in zip(alone, again, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_the_kernel
+@formats
 def test_a_row_and_the_number_of_threads_change_no_bit(bits, group):
     weight, _ = matrix(300, 512, bits, group)
     x, threads = torch.randn(31, 512), torch.get_num_threads()

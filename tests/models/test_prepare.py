@@ -33,7 +33,7 @@ from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models.fused_modules import FusedLinear
+from kvkeep.models.fused_modules import FusedHead, FusedLinear
 from kvkeep.models.packed_weights import PackedLinear, faster, pack_weights
 from kvkeep.models.prepare import FUSED, describe, fuse_modules, prepare, prepare_for_rows, weight_layout
 
@@ -129,7 +129,8 @@ def test_in_bfloat16_too():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_model_that_is_loaded_is_fused(dtype):
     model, _ = kvkeep.load(model_folders.folder(), dtype=dtype)
-    assert all(any(isinstance(module, kind) for module in model.modules()) for kind in FUSED)
+    kinds = {kind for kind in FUSED if any(isinstance(module, kind) for module in model.modules())}
+    assert {*FUSED} - kinds == ({FusedHead} if dtype == "float32" else set())
     plain, _ = kvkeep.load(model_folders.folder(), dtype=dtype, fused=False)
     Engine(plain, rows=1)
     assert not any(isinstance(module, FUSED) for module in plain.modules())
@@ -366,6 +367,15 @@ def test_packed_layers_stay_and_fused_ones_are_packed():
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_the_layer_of_the_logits_is_packed_in_float32_alone():
+    for dtype, kind in ((torch.float32, PackedLinear), (torch.bfloat16, FusedHead)):
+        model, _ = fused_copy(made(tie_word_embeddings=False).to(dtype))
+        assert pack_weights(model)
+        assert type(model.lm_head) is kind
+        with torch.inference_mode():
+            assert model(torch.arange(2, 9)[None]).logits.dtype is torch.float32
+
+
 @pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
 def test_weights_of_many_rows_are_packed(monkeypatch, rows, kind):
     monkeypatch.setattr("kvkeep.models.packed_weights.faster", lambda *_: True)

@@ -89,6 +89,19 @@ class FusedLinear(nn.Linear):
         return super().forward(input) if wide is None else wide
 
 
+class FusedHead(nn.Linear):
+    """The last linear layer of a model in half precision. Its outputs, the logits, are float32.
+
+    Half precision has steps of 1/8 between 16 and 32, where the logits of likely tokens are: in it the best two are
+    often equal, and the first of the vocabulary wins.
+    """
+
+    def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
+        """Return the logits; in half precision where torch computes them, as it does for training."""
+        logits = None if nn.Linear.forward is not _LINEAR_FORWARD else layer_ops.logits(input, self)
+        return super().forward(input) if logits is None else logits
+
+
 class GateParts(NamedTuple):
     """The linear layers of a feed-forward layer.
 
@@ -389,6 +402,13 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
     """Turn linear layers into fused ones, in place."""
     for layer in layers:
         layer.__class__ = FusedLinear
+
+
+def fuse_head(model: Any) -> None:
+    """Turn the fused layer that computes a model's logits in half precision into a `FusedHead`, in place."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is FusedLinear and head.weight.dtype is not torch.float32:
+        object.__setattr__(head, "__class__", FusedHead)
 
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
 from kvkeep.models.fused_layers import FusedLayer, fuse_layer
 from kvkeep.models.fused_modules import (
     FusedGate,
+    FusedHead,
     FusedLinear,
     FusedNorm,
     FusedQKV,
@@ -26,6 +27,7 @@ from kvkeep.models.fused_modules import (
     described,
     epsilon_of,
     fusable,
+    fuse_head,
     fuse_linear,
     gate_parts,
     is_kernels,
@@ -42,7 +44,7 @@ FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
 _MIXINS = (FusedGate, FusedNorm, FusedLayer, FusedDecoder)
-FUSED = (FusedLinear, *_MIXINS)
+FUSED = (FusedLinear, FusedHead, *_MIXINS)
 """Classes of fused modules."""
 
 _LEFT = "_kvkeep_left_plain"
@@ -77,8 +79,9 @@ def fuse_modules(model: nn.Module) -> int:
 
     Changed are RMS norms and layer norms, feed-forward layers ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``,
     linear layers, decoder layers and decoders made of these. Each is a single call then, for steps of a few rows
-    outside of autograd; everything else runs as before. Weights, names and `state_dict` stay as they are, so the model
-    can still be saved and trained, and hooks that come later are called.
+    outside of autograd; everything else runs as before. The logits of a model in half precision become float32.
+    Weights, names and `state_dict` stay as they are, so the model can still be saved and trained, and hooks that come
+    later are called.
 
     Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
     or in another dtype, packed ones and those that another package has quantised, parts of compiled modules, and each
@@ -91,6 +94,7 @@ def fuse_modules(model: nn.Module) -> int:
     if not norms and not linear:  # all that can be fused has been
         return 0
     fuse_linear(linear)
+    fuse_head(model)
     # a gate is fused from fused products, a layer from all fused parts, and a decoder from fused layers
     gates = [module for module in modules if _fuse_gate(module, trials)]
     for module in modules:
@@ -130,7 +134,7 @@ def restore_modules(model: nn.Module) -> None:
         if isinstance(module, _MIXINS):
             kind: Any = type(module)
             module.__class__ = kind.plain
-        elif type(module) is FusedLinear:
+        elif type(module) in (FusedLinear, FusedHead):
             vars(module).pop("_qkv", None)
             object.__setattr__(module, "__class__", nn.Linear)
 

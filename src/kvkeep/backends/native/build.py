@@ -30,6 +30,7 @@ from kvkeep.backends.native.levels import COMPILERS, HEADERS, SOURCES
 NAMES = (
     *("attend", "prefill", "step", "write", "expire", "count_over", "evict"),
     *("products", "unpack", "gated", "norm", "before", "behind", "model_step"),
+    "has_squares",
 )
 FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 

@@ -199,6 +199,9 @@ extern "C" int64_t kvkeep_step(const Step *s) {
     return by_type(s->attend.type, [=](auto x) { return plain_step<decltype(x)>(*s); });
 }
 
+// Whether there are products in tiles of bfloat16 numbers.
+extern "C" int64_t kvkeep_has_squares(const void *) { return has_squares(); }
+
 extern "C" int64_t kvkeep_products(const Products *p) {
     return by_type(p->type, [=](auto x) { return products_as<decltype(x)>(*p); });
 }

@@ -41,6 +41,13 @@ MOST_ROWS_OF_BYTES, MOST_ROWS_BESIDE_TILES, MOST_ROWS_WITHOUT_BYTES = 128, 32, 1
 """The same for quantized weights, where the processor multiplies bytes (VNNI), and where it does not. To unpack weights
 takes as long as a product with 32 rows, and then torch's is faster by a third; with tiles of halves (AMX), by far."""
 
+MOST_ROWS_IN_TILES = 512
+"""The same for quantized weights where the kernel multiplies tiles of bfloat16 numbers itself, and makes each of them
+when it is needed. With more rows torch's products make up for writing all weights to memory."""
+
+MOST_ROWS_OF_LOGITS = 128
+"""The same for a model's last product, which torch would round to half precision."""
+
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
 
@@ -87,16 +94,19 @@ def _has(name: str) -> bool:
     return bool(supported and supported())
 
 
-def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
+def widened(
+    x: Float[Tensor, "*n in"], layer: nn.Linear, dtype: torch.dtype | None = None
+) -> Float[Tensor, "*n out"] | None:
     """Compute a linear layer in a `slow` dtype for many rows, with its weights in float32 piece by piece.
 
-    Return ``None`` for another dtype or quantized weights, or if the layer does not fit.
+    Return ``None`` for another dtype or quantized weights, or if the layer does not fit. The output has the dtype of
+    ``x`` unless another one is given.
     """
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     if isinstance(layer.weight, QuantizedTensor):
         return None
-    wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
+    wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features), dtype=dtype)
     step = max(1, WIDE_BYTES // (4 * layer.in_features))
     for first in range(0, layer.out_features, step):
         part = slice(first, first + step)
@@ -179,17 +189,44 @@ def quantized_embedding(
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:
     """Compute up to three linear layers for the same few rows; ``None`` if the kernel cannot do it."""
+    most = MOST_ROWS_IN_TILES if _unpacks_to_tiles(x.dtype, layers) else most_rows(x.dtype, layers)
+    return None if x.numel() > most * x.shape[-1] else _products(x, layers, x.dtype)
+
+
+def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
+    """Compute a linear layer in float32, to which the kernel adds up in any case; ``None`` if the kernel cannot do it.
+
+    With more than `MOST_ROWS_OF_LOGITS` rows torch computes and rounds them, unless the kernel multiplies tiles.
+    """
+    if x.numel() > MOST_ROWS_OF_LOGITS * x.shape[-1] and not _has_squares(x.dtype):
+        return widened(x, layer, torch.float32)
+    found = _products(x.contiguous(), [layer], torch.float32)
+    return None if found is None else found[0]
+
+
+def _unpacks_to_tiles(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear]) -> bool:
+    """Return whether the kernel makes tiles of the weights, all of which are quantized."""
+    return all(isinstance(layer.weight, QuantizedTensor) for layer in layers) and _has_squares(dtype)
+
+
+def _has_squares(dtype: torch.dtype) -> bool:
+    """Return whether the kernel multiplies tiles of numbers of this dtype."""
+    library = native().library if dtype is torch.bfloat16 else None
+    return library is not None and bool(library.kvkeep_has_squares(b""))
+
+
+def _products(
+    x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear], dtype: torch.dtype
+) -> list[Tensor] | None:
+    """Compute linear layers in the kernel, with outputs in float32 or the dtype of ``x``; ``None`` if it cannot."""
     library = library_for(x)
-    if library is None or not all(fits(layer, x, x.shape[-1]) for layer in layers):
+    if library is None or len(layers) > _MOST_WEIGHTS or not all(fits(layer, x, x.shape[-1]) for layer in layers):
         return None
-    rows = x.numel() // x.shape[-1]
-    if rows > most_rows(x.dtype, layers) or len(layers) > _MOST_WEIGHTS:
-        return None
-    outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
-    packed = _head(x, rows, len(layers))
+    outs = [x.new_empty((*x.shape[:-1], layer.out_features), dtype=dtype) for layer in layers]
+    packed = _head(x, x.numel() // x.shape[-1], len(layers))
     packed += b"".join(_packed(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
-    failed = library.kvkeep_products(packed + _NO_WEIGHTS * (_MOST_WEIGHTS - len(layers)))
-    return None if failed else outs
+    packed += _NO_WEIGHTS * (_MOST_WEIGHTS - len(layers)) + _NUMBER.pack(dtype is torch.float32)
+    return None if library.kvkeep_products(packed) else outs
 
 
 def gated(

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "heads.h"
+#include "many.h"
 #include "quantized.h"
 #include "vectors.h"
 
@@ -26,6 +27,7 @@ extern "C" struct Products {
     const char *x;
     int64_t count;
     Weights all[3];
+    int64_t wide = 0;  // whether the outputs are float32 in place of the type
 };
 
 // down(activation(gate(x)) * up(x)), in `scratch` of rows x inner elements; without weights of up: down(activation(gate(x))).
@@ -205,8 +207,49 @@ void write(const float *from, int64_t rows, int64_t outputs, int64_t first, int6
 
 inline int64_t pieces(int64_t outputs) { return (outputs + EACH - 1) / EACH; }
 
+constexpr int64_t FEW = 16, FEW_QUANTIZED = 32, FEW_WIDE = 128;  // rows of products beside tiles
+
+// Whether products are computed in tiles. A step of the model has few rows, whose numbers do not depend on how many they
+// are. Quantized weights are rounded to bfloat16 in tiles, so more rows are few for them, above all if outputs are wide.
+template <class X>
+bool in_squares(const Products &p) {
+    if (!std::is_same_v<X, BFloat16> || p.width % (2 * SQUARE) || !has_squares()) return false;
+    const bool rounds = std::any_of(p.all, p.all + p.count, is_quantized);
+    return p.rows > (!rounds ? FEW : p.wide ? FEW_WIDE : FEW_QUANTIZED);
+}
+
+inline int64_t products_in_squares(const Products &p) {
+#ifdef KVKEEP_SQUARES
+    const ManyRows rows(p.rows, p.width, p.threads, p.wide);
+    if (!rows.prepare(p.x)) return -1;
+    for (const Weights *by = p.all; by < p.all + p.count; by++) {
+        bool done = false;
+        if (is_quantized(*by)) {
+            by_packing(by->bits, by->group, [&](auto packing) {
+                typedef decltype(packing) P;
+                const int64_t bytes = block_bytes(by->bits, by->group, p.width);
+                done = rows.multiply_with(by->outputs, by->bias, by->out, [&](int64_t block, uint16_t *to) {
+                    put_block<P>(by->weight + block * bytes, p.width, to);
+                });
+            });
+        } else {
+            done = rows.multiply_with(by->outputs, by->bias, by->out, [&](int64_t block, uint16_t *to) {
+                const int64_t first = block * SQUARE;
+                put_block((const uint16_t *)by->weight + first * p.width, by->outputs - first, p.width, to);
+            });
+        }
+        if (!done) return -1;
+    }
+    return 0;
+#else
+    (void)p;
+    return -1;
+#endif
+}
+
 template <class X>
 int64_t products_as(const Products &p) {
+    if (in_squares<X>(p)) return products_in_squares(p);
     int64_t n = 0, bytes = 0;
     bool is_coded = false;
     for (int64_t i = 0; i < p.count; i++) {
@@ -220,7 +263,10 @@ int64_t products_as(const Products &p) {
         for (; i >= pieces(by->outputs); by++) i -= pieces(by->outputs);
         const int64_t first = i * EACH, some = std::min(EACH, by->outputs - first);
         product<X>(*by, in, first, some, scratch);
-        write<X>(scratch, p.rows, by->outputs, first, some, by->out);
+        if (p.wide)
+            write<Float32>(scratch, p.rows, by->outputs, first, some, by->out);
+        else
+            write<X>(scratch, p.rows, by->outputs, first, some, by->out);
     };
     return for_each_in_order(n, bytes, p.threads, p.rows * EACH, work) ? 0 : -1;
 }
