@@ -43,7 +43,7 @@ LEAST_TOKENS = 16
 _REASONS = 1024
 """Requests of which it is known why they were read anew."""
 _PIECE = 1024
-"""Tokens that are compared at once."""
+"""Tokens that are compared at once: only in the piece that differs is each token looked at."""
 _log = logging.getLogger(__name__)
 
 ANOTHER_READING = (
@@ -147,7 +147,10 @@ class KeptPrompt(NamedTuple):
     fingerprint: Fingerprint
 
     def usable(self, prompt: GenericSequence[int], to_read: int) -> int:
-        """Return how many tokens of another prompt need not be read again, if so many of its last ones are read."""
+        """Return how many tokens of another prompt need not be read again, if its last ``to_read`` ones are read.
+
+        Return 0 if only some of the tokens are shared, and the keys and values cannot be cut back to those.
+        """
         shared = min(common_beginning(self.ids, prompt), len(prompt) - to_read)
         return shared if shared == len(self.ids) or self.kv.whole else 0
 
@@ -278,6 +281,7 @@ class Conversations:
             sequence: the request, which is about to be read.
             beyond: a memory of so many tokens is there already.
         """
+        # a guarded request chooses its budget at the end of a prompt that was read from its beginning
         if not self.active or not sequence.request.owner or sequence.levels:
             return None
         try:
@@ -292,6 +296,7 @@ class Conversations:
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
+        # a memory takes the place of the kept prompt only if it has evicted nothing
         if known is not None and self._mode == "auto":
             contents = self._memory(sequence, known[1].tokens, whole=True)
         else:
@@ -302,6 +307,7 @@ class Conversations:
             sequence.recalled = True
             sequence.reading = self._reading(sequence, before)
         elif contents is None or contents.shortest(self._rows().windows) is not None:
+            # a memory that has evicted tokens does not tell what the prompt was before
             sequence.reading = self._reading(sequence)
         return contents
 
@@ -316,7 +322,10 @@ class Conversations:
         return reading
 
     def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
-        """Return the longest memory with which a prompt begins; ``None`` if there is none.
+        """Return the longest memory with which a prompt begins, cut back to what they share; ``None`` if there is none.
+
+        Mark it as used, and the sequence as recalled. If the client has left messages out, put them into the
+        sequence's prompt again. Forget memories that cannot be read.
 
         Args:
             sequence: the request, which is about to be read.
@@ -366,8 +375,8 @@ class Conversations:
         return (rows_to_read(sequence.policy) or 1) if self._may_evict(sequence) else 1
 
     def _known(self, sequence: Sequence, least: int) -> tuple[KeptConversation, PromptKV] | None:
-        """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and these; at
-        least ``least``.
+        """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and the keys and
+        values of these; ``None`` if all share fewer than ``least``. Drop kept prompts of other weights.
         """
         if not _may_resume(sequence):
             return None
@@ -498,7 +507,7 @@ class Conversations:
         """Keep a memory, see `keep`."""
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
-        longer = (*past.ids, *past.pending, 0)
+        longer = (*past.ids, *past.pending, 0)  # the shortest prompt of a next turn, whatever its last token is
         useful = usable_tokens(past, longer, self._mode, past.drops, for_later=reader.asks_later)
         fingerprint = self._host.admission.fingerprint(*reader.settled)
         prompt = self._prompt_of(sequence, past, fingerprint)
@@ -545,7 +554,7 @@ class Conversations:
                 continue
             # what was dropped from a conversation is gone for its earlier turns, too: one memory is enough
             before = entry.past.drops
-            drops = past.drops != before == past.drops[: len(before)]
+            drops = past.drops != before == past.drops[: len(before)]  # more than before, and the same ones first
             cut = past.shortest is not None and past.shortest <= shared and past.drops == before
             same = (cut or drops) and self._says(past.ids[shared:], entry.past.ids[shared:])
             # such a memory itself serves no other question, only its prompt did
@@ -559,6 +568,7 @@ class Conversations:
         """Return whether tokens begin with the text of others: an answer's text may become other tokens than it was."""
         if not beginning:
             return True
+        # more tokens than the beginning has: the same text may take more of them
         text, wanted = (self._host.admission.text_of(part[: 2 * len(beginning) + 8]) for part in (ids, beginning))
         return bool(wanted) and text.startswith(wanted)
 
@@ -610,6 +620,7 @@ class Conversations:
 
     def _added(self, name: str, reader: Reader, state: State, seed: int) -> Session:
         """Return a new session, of which nothing is kept once it is closed."""
+        # weak, since the session is held here: an engine that nobody holds is freed without the collector of cycles
         note, on_close = _note(reader, name), weakref.WeakMethod(self._closed)
 
         def closed(session: Session) -> None:
@@ -632,7 +643,7 @@ class Conversations:
         said = sequence.tail.text if sequence.tail else ""
         answered = (*messages, {"role": "assistant", "content": said}) if messages else ()
         shortest, drops = contents.shortest(self._rows().windows, dropped(sequence.drops)), sequence.drops
-        if shortest is not None and drops:
+        if shortest is not None and drops:  # what was dropped does not come back
             shortest = max(shortest, drops[-1].after)
         history = ConversationHistory(ids[:n], tuple(ids[n:]), answered, shortest=shortest, drops=drops)
         return history.held_in(contents)
@@ -653,6 +664,7 @@ class Conversations:
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
             session = self._added(kept.name, reader, state, number)
+            # files do not note where the last prompt ended
             entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
             self._entries[kept.name] = entry
         self.expire()
@@ -724,6 +736,7 @@ _NOTE = "conversation"
 
 
 def _note(reader: Reader, name: str) -> dict[str, Any]:
+    """Return what the file of a conversation notes of its reader, and of its own name."""
     return {_NOTE: {"owner": reader.owner, "salt": reader.salt, "name": name}}
 
 

@@ -256,6 +256,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Return whether fewer requests wait than can soon run, so that more may be added."""
+        # there may be no rows after a failed change of them, which the next request makes again
         return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
     @property
@@ -266,6 +267,7 @@ class Engine:
     @property
     def n_waiting(self) -> int:
         """Return the number of requests that have not had a row yet."""
+        # a copy, since a thread that steps changes the mapping meanwhile
         return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._sequences.values()))
 
     @property
@@ -620,6 +622,7 @@ class Engine:
         If all rows are free and the next policy needs other ones, replace them first.
         """
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._kv.policy):
+            # a failure ends the requests that wait for these rows, so the loop comes to others
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
                 self._runner.forget()  # recorded steps and staged copies hold the memory that the new rows need
                 if self._swapper is not None:

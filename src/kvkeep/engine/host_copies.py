@@ -123,7 +123,7 @@ COPIES = 2
 """Most copies of rows that lie on the device: one that leaves, and one that comes."""
 
 _ALIGNED = 64
-"""Tensors begin at multiples of so many bytes."""
+"""Storages begin at multiples of so many bytes, so that a view of any dtype can begin there."""
 
 _PAGE = 4096
 """Bytes of the smallest block of pinned memory."""

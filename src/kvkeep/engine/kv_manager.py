@@ -280,7 +280,7 @@ class KVManager:
     @inference
     def end(self, row: int) -> None:
         """Empty a row and remove its owner, so that the row may be part of a run under any policy."""
-        if (own := self._own[row]) is not None:
+        if (own := self._own[row]) is not None:  # a part that is remembered would keep the states alive
             self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
         self._owners[row] = self._own[row] = None
         self._blocks.clear(row)
@@ -400,7 +400,14 @@ class KVManager:
         watch: Watch | None = None,
         readings: Sequence[PromptReading | None] = (),
     ) -> PhasedCache:
-        """Return a cache for the model over some segments of rows, in all layers."""
+        """Return a new cache for the model over some segments of rows, in all layers.
+
+        Args:
+            parts: the segments.
+            columns: 0 if the rows begin their prompts, and 1 if their slots hold tokens; see `Layer.over`.
+            watch: see `part`.
+            readings: see `part`.
+        """
         # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}

@@ -72,7 +72,7 @@ class Joined:
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length
             mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
-            with reading(part.lengths):
+            with reading(part.lengths):  # the whole run has the lengths of all batches
                 out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
             done.append(out.transpose(0, 1).flatten(1, 2)[None])
             start = stop
@@ -141,6 +141,7 @@ class ModelRunner:
         """
         if self._named is not None:
             return self._named.check()
+        # adapters that kvkeep has not loaded: there is nothing but their state to compare
         here, before = adapters(self._model), self._adapters
         self._adapters = here
         return here == before

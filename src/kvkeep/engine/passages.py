@@ -145,6 +145,7 @@ class Passages:
                 **({"use_cache": False} if cache is None else {**handed(self._model, cache), "use_cache": True}),
                 **({"logits_to_keep": TOLD + 1} if takes else {}),
             ).logits
+        # logits tell the next token, so the last ones are of no use
         logp = logits[:, -TOLD - 1 : -1].float().log_softmax(dim=-1)
         return logp.gather(-1, ids[:, -TOLD:, None])[..., 0].mean(dim=1).double().cpu()
 

@@ -74,7 +74,7 @@ def _with_object(call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(given, str):
         return call
     try:
-        arguments = json.loads(given or "{}")
+        arguments = json.loads(given or "{}")  # some clients send an empty text for no arguments
         # a number that JSON does not have, or half of a character, could not be sent on to the template
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):

@@ -235,13 +235,14 @@ def choose(
         out = torch.arange(V, device=logits.device) >= top_k
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         top_p = column([1.0 if s.top_p is None else s.top_p for s in samplings])
+        # of rows without a top_p, rounding must not take the last tokens
         out |= ((p.cumsum(dim=-1) - p) >= top_p) & (top_p < 1.0)
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         out |= p < column([s.min_p or 0.0 for s in samplings]) * p[:, :1]
         out[:, 0] = False  # the likeliest token stays, even if rounding puts it beyond a limit
         logits = torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(out, -torch.inf))
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
-    u = uniform(0, seeds, steps).double()[:, None]
+    u = uniform(0, seeds, steps).double()[:, None]  # each row has a seed of its own, so the common one is 0
     total = logits.softmax(dim=-1).double().cumsum(dim=-1)
     # float32 probabilities do not sum to 1 exactly; their own sum takes its place
     return (total > u * total[:, -1:]).int().argmax(dim=-1)

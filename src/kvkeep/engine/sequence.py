@@ -63,6 +63,7 @@ class RepetitionDetector:
         self._equal = {size: self._equal.get(size, 0) + 1 for size in sizes}
         before.append(position)
         self._length += 1
+        # the first time of a pattern equals nothing before it, and counts as well
         return any(size + equal >= rule.repeated_tokens(size) for size, equal in self._equal.items())
 
 
@@ -237,7 +238,9 @@ class Sequence:
         return dropped(drop for drop in self.drops if drop.after == self.fed)
 
     def recall(self, prompt: GenericSequence[int], drops: Drops) -> None:
-        """Continue the memory of a prompt that has messages which the client has left out of its own one."""
+        """Replace the prompt by one that has the messages again which the client has left out, and the drops by those
+        with which they leave the memory. What the prompt has grown by is counted as skipped.
+        """
         self.skipped += len(prompt) - len(self.prompt)
         self.request, self.drops, self.borders = self.request.replaced(prompt=tuple(prompt)), drops, None
 
@@ -326,7 +329,7 @@ class Sequence:
             self.finish("length")
         elif repeats and looks:
             self.finish("repetition")
-        if self.status is SequenceStatus.FINISHED and self.tail:
+        if self.status is SequenceStatus.FINISHED and self.tail:  # no further token can decide what is held back
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None
         length = len(self.prompt) - self.skipped

@@ -100,6 +100,8 @@ class SessionMemory:
     def turn(self, asked: Sequence) -> Sequence:
         """Return the sequence of a turn. Its prompt is the session's tokens so far and those of the request.
 
+        The turn's messages are noted for `keep`, so at most one turn may run at a time.
+
         Raises:
             KVKeepError: the engine cannot run it.
         """
@@ -325,6 +327,7 @@ class Session:
             KVKeepError: see `send`; or a step failed.
             InputError: the turn was cancelled or failed.
         """
+        # a turn that reads ends without the one token that it asks for
         request = Request(prompt=asked, raw=isinstance(asked, str), sampling=SamplingParams(max_new_tokens=1))
         result = last_result(self._events(request, None, reads=True))
         if result.error or result.finish_reason == "cancelled":
@@ -558,6 +561,7 @@ class Session:
             self._host.admission.grammars.constraint(request)  # compiled outside of the lock: it may take seconds
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
+            # its prompt and its ends are known when it is its turn, see `SessionMemory.turn`
             sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())
             sequence.reads, sequence.left = reads, self._left
             if box.left:
@@ -819,7 +823,7 @@ def _agreed(
         InputError: the session has another policy, budget or adapter.
     """
     adapter = session.adapter if adapter is None else adapter
-    if keep_prompt is None and policy is None:
+    if keep_prompt is None and policy is None:  # the session's own, and not the engine's
         keep_prompt = False if session.policy.keep_prompt is None else session.policy.keep_prompt
     asked = host.admission.settle(
         *(session.policy if policy is None else policy, budget or session.budget),
