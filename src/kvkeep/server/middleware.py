@@ -130,6 +130,7 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
     origin, allowed = headers.get("origin"), "*" in origins
     if allowed or (origin is not None and origin in origins):
         return
+    # a link on another site may open the chat page itself
     opens = scope["method"] == "GET" and scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"
     foreign = origin is not None and not _same_origin(origin, headers.get("host"))
     if foreign or (headers.get("sec-fetch-site") == "cross-site" and not opens):
@@ -142,7 +143,7 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
 def _same_origin(origin: str, host: str | None) -> bool:
     """Return whether the page that a request comes from was served by this server."""
     scheme, _, place = origin.lower().partition("://")
-    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")  # browsers leave it out, and others need not
     return place != "" and place.removesuffix(port) == (host or "").lower().removesuffix(port)
 
 

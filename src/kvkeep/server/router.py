@@ -193,6 +193,7 @@ _ANSWER_S = 5.0
 _HELD_S, _PAUSE_S = 10.0, 0.2
 """Seconds for which a session is waited for whose holder is about to end, and between two tries."""
 _TRIES = 5
+"""Replicas that may end before they have a request; then the request is refused."""
 _LATE_S = 30.0
 """Seconds after the time-out of requests at which a replica that has not ended its answer is given up."""
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -387,7 +388,7 @@ class Router:
         Raises:
             RefusalError: no replica answers.
         """
-        self._here()
+        self._here()  # refuses if there is no replica at all
         if not (answers := await self._all(replace(await _received(request, self._settings), method="GET"))):
             raise RefusalError(
                 503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}

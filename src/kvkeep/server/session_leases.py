@@ -179,6 +179,7 @@ class SharedFolder:
         Raises:
             OSError: another process has the lock, or the file system fails.
         """
+        # 62 bits, as places in a file are signed numbers of 64
         place = int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") >> 2
         fcntl.lockf(self._file, kind, 1, place)
 

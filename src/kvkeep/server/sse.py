@@ -107,7 +107,7 @@ _LOOKS = 4
 _PING = b": still reading\n\n"
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream without names of events."""
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx would collect the pieces
 
 
 class EventStream(Response):
