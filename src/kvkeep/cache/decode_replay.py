@@ -147,6 +147,7 @@ def why_not_fused(policy: Policy, backend: Backend, *, window: int | None = None
             return "heads may differ in the number of their tokens"  # in a window they do
         return None if _is_told(type(policy), "tally", "observe", "wants", "bursts") else _OVERRIDDEN
     rule = policy.sums
+    # a kernel updates two sums at most, see `kvkeep.backends.base.Added`
     if rule is None or policy.bursts is not None or len(policy.slots) > 2:
         return None if rests(policy) else "the policy's rule is no sum of attention mass"
     if rule.score is not None and rule.score not in policy.slots:

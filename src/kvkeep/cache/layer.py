@@ -219,6 +219,7 @@ class Layer:
         self.key_transform: KeyTransform | None = None
         self.rotary: Rotation | None = None
         self.prompts: LayerPrompts | None = None
+        # `_made`: whether the block has the layer's own budgets and pins
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
         self._pins_prompts = True
@@ -318,7 +319,10 @@ class Layer:
         self.paths.begin(self._backend, window=self.window, even=not isinstance(block.store, PooledStore))
 
     def find_lead(self) -> None:
-        """Note in the layer's own block which first positions `keep_prompt` protects, so that kernels can."""
+        """Note in the layer's own block which first positions `keep_prompt` protects, so that kernels can.
+
+        Do nothing while a compiler traces, which knows no numbers in tensors.
+        """
         if self.policy.keep_prompt is not None and self.policy.evicts and not torch.compiler.is_compiling():
             self.block.lead = lead_of(self.policy, self.block)
 
@@ -334,7 +338,7 @@ class Layer:
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
             self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
-            if self.prompts is not None:
+            if self.prompts is not None:  # these tokens come with the chunk, and their positions are taken
                 self.block.seen += self.prompts.known
         self.store.check_fit(keys, values)
 
@@ -391,7 +395,7 @@ class Layer:
         return recorded
 
     def end_replay(self, *, done: bool) -> None:
-        """Count a replayed step, or drop the recorded one if it could not run.
+        """Count a replayed step, or drop the recorded one if it could not run. The layer counts as intact again.
 
         Args:
             done: whether it ran, and added each row's token to `Block.seen`; otherwise the recorded step is dropped.

@@ -164,6 +164,7 @@ def lead_of(policy: Policy, block: Block) -> int:
     A kernel that knows of first positions only can then take the step.
     """
     if keeps_share(policy):
+        # one number holds for all rows, so their prompts must be equally long, and no pin may lie behind them
         ends = set(block.prompt.tolist())
         behind = block.pins is not None and any(
             pins and pins[-1][1] > min(ends) for pins in pins_of(block, slice(None))

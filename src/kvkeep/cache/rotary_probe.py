@@ -138,6 +138,7 @@ def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, fore
 # The rotations of a configuration are tried once: an engine and its caches ask many times.
 
 _MOST_MODELS = 64
+"""Configurations whose rotations are remembered."""
 _known: dict[str, Rotations | _CannotUndoError] = {}
 _lock = threading.Lock()
 
@@ -239,7 +240,9 @@ def _longest(text: PreTrainedConfig) -> int:
 
 _ATTENTION = "kvkeep_rotary_probe"
 _TOKENS, _SEED = 4, 20_240_611
+"""Tokens that are read at each position, and the seed of the copy's weights."""
 _POWERS, _OTHERS = range(0, 31, 3), (7, 777, 5000)
+"""Exponents of two: from these positions frequencies are measured. At them and at the others the result is checked."""
 
 
 class _Shown(NamedTuple):
@@ -453,7 +456,7 @@ def _rotation_of(shown: _Shown, places: list[int], factor: float) -> Rotation | 
     dims = _pairs(keys)
     half = len(dims) // 2
     pairs = torch.complex(keys[..., dims[:half]], keys[..., dims[half:]])
-    phases = (pairs[:1].conj() * pairs).sum(dim=1).angle()
+    phases = (pairs[:1].conj() * pairs).sum(dim=1).angle()  # all tokens turn by one angle
     frequencies = torch.zeros(half, dtype=torch.float64)
     for phase, place in zip(phases, places, strict=True):
         # an angle is known up to whole turns only: the estimate from smaller positions tells how many turns there were,

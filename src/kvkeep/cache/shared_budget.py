@@ -147,7 +147,7 @@ class SharedBudget:
             policy: the policy of all layers.
             block: the layer's block between its steps.
         """
-        if len(self._blocks) == len(self._waiting):
+        if len(self._blocks) == len(self._waiting):  # this layer has not called `wait`
             return  # a generated token, or a probe
         self._blocks.append(block)
         if len(self._blocks) < len(self._layers):
@@ -198,7 +198,7 @@ def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[Vie
     most = max(score.shape[-1] for _, score in layers)
     padded = [(view, score, most - score.shape[-1]) for view, score in layers]
     positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in padded], dim=1)
-    score = torch.cat([pad(score, (0, room)) for _, score, room in padded], dim=1)
+    score = torch.cat([pad(score, (0, room)) for _, score, room in padded], dim=1)  # empty slots need no true score
     budget = torch.cat([table(view.budget, view.seen).expand(view.positions.shape[:2]) for view, _ in layers], dim=1)
     keys, values = nothing(positions)
     return replace(layers[0][0], positions=positions, keys=keys, values=values, budget=budget), score
