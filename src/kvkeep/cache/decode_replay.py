@@ -279,7 +279,7 @@ class Repeating:
         if self._held:
             return
         self._block, self._store, self._lead = weakref.ref(block), weakref.ref(block.store), block.lead
-        self._seen = weakref.ref(block.seen)  # a kernel writes it
+        self._seen = weakref.ref(block.seen)  # a kernel writes it in each step, so its version tells nothing
         self._budget = None if isinstance(block.budget, Tensor) else block.budget
         self._numbers = [(weakref.ref(tensor), _version(tensor)) for tensor in _numbers(block)]
         self._held = True

@@ -75,7 +75,8 @@ def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor,
     assert pins is not None
     view = replace(view, budget=mean)
     coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(mean)[1]
-    needed = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
+    # tokens that are still to come count as well: pinned ones, and the recent ones among those that are generated
+    needed = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)
     return needed.minimum(mean)  # pins fit into each head's budget, except where they leave with a sliding window
 
 
@@ -162,6 +163,7 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
         # the backend takes the first sum for the score
         names = sorted(policy.slots, key=lambda name: name != score)
         return Added(tuple(state[name] for name in names), score is not None, lost=lost)
+    # a policy with a tally has words of bits, then two sums; the step writes its own mass into the empty tensor
     *words, mass, due = (state[name] for name in policy.slots)
     window, least, drop = policy.tally.sizes(policy, view.budget)
     ring = Ring(tuple(words), mass.new_empty(mass.shape), window, least, drop, view.budget)
@@ -235,7 +237,7 @@ def cut(
     """
     tokens = None
     if divides and policy.spreads is not None:
-        tokens = block.store.tokens(view, used=used)
+        tokens = block.store.tokens(view, used=used)  # first: slots that are divided anew lose their content
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
     stays = kept(policy, view, state, window=window)

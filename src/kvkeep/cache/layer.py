@@ -471,7 +471,7 @@ class Layer:
         if pins:
             self.find_lead()
         if self.paths.recorded is not None:
-            self.paths.recorded.hold(self.block)
+            self.paths.recorded.hold(self.block)  # as the step has left it
         self.broken = False
         return out
 
@@ -682,6 +682,7 @@ class Layer:
         if self._before is not None and self._first is not None:
             known = _earlier(self._first.block, self._before.block, slots.positions[:, 0])
         turned = self._rotation is None
+        # the cut of a prompt chooses the share of it that stays; from then on these tokens are pinned
         keeps = phase is Phase.DECODE and keeps_share(self.policy)
         return view_of(
             *(self.block, slots),

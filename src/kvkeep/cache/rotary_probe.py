@@ -165,7 +165,7 @@ def _rotations_of(config: PreTrainedConfig) -> Rotations:
             _known[key] = result
         known = _known[key]
     if isinstance(known, _CannotUndoError):
-        raise _CannotUndoError(*known.args)
+        raise _CannotUndoError(*known.args)  # a new one: each raise adds a traceback to its error
     return known
 
 
@@ -274,7 +274,7 @@ def _attend(
             raise _CannotUndoError("has attention that does not belong to one layer each")
         seen[number] = query, key, value
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None  # as transformers' own attention functions return it
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -339,7 +339,7 @@ class _Trial:
         """
         parts = [module for module in self.model.modules() if hasattr(module, "rope_type")]
         given = {value for part in parts for name, value in vars(part).items() if name.endswith("attention_scaling")}
-        before = self.read([0, beyond])
+        before = self.read([0, beyond])  # the second position makes the text one of more than `beyond` tokens
         hooks = [part.register_forward_hook(_without_factor) for part in parts]
         after = self.read([0, beyond])
         for hook in hooks:

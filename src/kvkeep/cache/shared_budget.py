@@ -133,7 +133,7 @@ class SharedBudget:
         """
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
-        tokens = block.store.tokens(view, used=used).apart()
+        tokens = block.store.tokens(view, used=used).apart()  # other layers' tokens may get their slots
         block.remember({name: x for name, x in state.items() if name in block.heads})  # last: a guard compares both
         self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 

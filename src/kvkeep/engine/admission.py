@@ -64,7 +64,7 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
         layout.slots(budget)  # refuses a budget that the policy cannot work with
         return
     room = layout.room(budget)
-    if room is None:
+    if room is None:  # every layer's budget holds its sliding window
         return
     # a policy that grows evicts the prompt down to `room` less its reserve, then keeps all that it generates
     kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
@@ -366,6 +366,7 @@ class Admission:
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._host_rows, self._options = rows, kv_memory, host_rows, options
         self._staging = staging
+        # of a model that reads prompts whole, the layers with slots take the chunks
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model, tokenizer))

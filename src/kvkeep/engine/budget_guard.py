@@ -345,7 +345,7 @@ class Trial:
             budgets = shared_budgets(policy, [(rated.view, rated.score) for rated in layers]).chunk(len(layers), dim=1)
             for rated, budget in zip(layers, budgets, strict=True):
                 view = dataclasses.replace(rated.view, budget=budget)
-                stays = kept(policy, view, {}, rated.score)
+                stays = kept(policy, view, {}, rated.score)  # no state: the scores are there already
                 cut = Cut.of(view, stays, rated.mass, divided=True)
                 self._cuts.setdefault((rated.layer, start), []).append(cut)
 
@@ -387,6 +387,7 @@ def _places(
     and its index means nothing.
     """
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
+    # torch warns of a search in another order of memory, and copies as well
     wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
     # a position behind all that are held has no place
     place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)

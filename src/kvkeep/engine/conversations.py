@@ -399,6 +399,7 @@ class Conversations:
         """
         best = self._longest(sequence, least)
         most = least - 1 if best is None else best[1]
+        # a memory from which messages were left out, if it leaves even less to read
         shorter = max(self._shorter(sequence, most), key=lambda found: found[1].shared, default=None)
         if shorter is not None:
             entry, found = shorter
@@ -468,7 +469,7 @@ class Conversations:
         """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
         reader, best = Reader.of(sequence), None
         rules: dict[str, Any] = {"for_later": reader.asks_later, "to_read": self._to_read(sequence)}
-        for entry in reversed(self._entries.values()):
+        for entry in reversed(self._entries.values()):  # of equally long ones the last used is taken
             if entry.reader != reader:
                 continue
             tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, **rules)
@@ -518,6 +519,7 @@ class Conversations:
             self._touch(same)
             return None
         replaced = self._replaced(past, mates)
+        # one of them gets the memory, and the others are forgotten once it is kept
         target = replaced.pop() if replaced else self._made(sequence, reader)
         if target is None:
             return None

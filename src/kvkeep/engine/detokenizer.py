@@ -160,7 +160,7 @@ class _Search:
             self._matched = _longer(self._wanted, self._shorter, self._matched, character)
             if self._matched == len(self._wanted):
                 self.found, self.since = True, len(self._wanted) + len(piece) - at
-                break
+                break  # the text ends here, so the rest of the piece is of no use
         return self._matched
 
 

@@ -404,7 +404,7 @@ class Dispatcher:
                     step()
                 except BaseException as error:
                     for box in set(self._boxes.values()):
-                        self.leave(box)
+                        self.leave(box)  # its requests are cancelled at the next `sweep`, or the loop would not end
                         self._put(box, error)
                 finally:
                     self._serves = False

@@ -219,6 +219,7 @@ class Engine:
         self._sessions = Sessions(SessionStore(session_memory, session_dir))
         # memory of an engine that nobody holds is freed at once, without the collector of cycles
         me = weakref.proxy(self)
+        # kept prompts lie in main memory, of which sessions may take no more
         prompt_bytes = conversation_memory if session_memory is None else min(conversation_memory, session_memory)
         self._conversations = Conversations(
             self._sessions,
@@ -381,7 +382,7 @@ class Engine:
                 self._sessions.close()
             self._closed = True
             self._give_back()
-        self._dispatcher.wait()
+        self._dispatcher.wait()  # without the lock, which the thread that steps needs to see that nobody listens
 
     def __enter__(self) -> Engine:
         return self
@@ -588,7 +589,7 @@ class Engine:
                 with Guard(self._recover, partial(getattr, run, "requests")):
                     logits = self._runner.run(run, self._kv)
                     self._sample(run, logits)
-                self._dispatcher.wake()
+                self._dispatcher.wake()  # the listeners of this run need not wait for the next one
             self._settle(wait=0.0 if runs else _A_MOMENT)
             # requests whose listeners have gone while the step ran
             self._dispatcher.sweep(self.cancel)

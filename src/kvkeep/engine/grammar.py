@@ -173,12 +173,13 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, ends: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(sorted(ends))
         self._found: OrderedDict[Structure, Any] = OrderedDict()
+        # two, so that kept grammars are found while another one compiles
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._waiting = 0
         self._known: Any = None
         self._worker = SandboxProcess(Path(__file__).with_name("grammar_probe.py"), MEMORY_BYTES)
         self._tried = 0
-        weakref.finalize(self, self._worker.end)
+        weakref.finalize(self, self._worker.end)  # an engine that was not closed leaves no process behind
 
     def constraint(self, request: Request) -> Constraint | None:
         """Return the initial state of a request's grammar, compiled if it is new; ``None`` if the request has no
@@ -367,7 +368,7 @@ def without_special_texts(description: str) -> str:
     model = file["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hidden.get(text, text): token for text, token in model["vocab"].items()}
-    else:
+    else:  # of Unigram
         model["vocab"] = [[hidden.get(text, text), score] for text, score in model["vocab"]]
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]

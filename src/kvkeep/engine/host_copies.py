@@ -308,7 +308,7 @@ class Staging:
         """Start copying a row into pinned main memory. Return ``None`` if the copy must block instead: the device has
         no room, or the layers are on several devices.
         """
-        self.settle(wait=True)
+        self.settle(wait=True)  # one copy leaves at a time
         if not self._fits(bound(memory.allocated_bytes)):
             return None
         layout = _Layout(contents := rows.take(row, None))
@@ -337,6 +337,7 @@ class Staging:
         if pinned is None or pinned.staged or pinned.stays:
             return False
         try:
+            # one copy comes at a time, also if its sequence has gone meanwhile
             if not self._fits(pinned.device_bytes) or not (self._arrived is None or self._arrived.query()):
                 return False
             self._coming = weakref.ref(pinned)

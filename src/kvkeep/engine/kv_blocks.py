@@ -163,6 +163,7 @@ class Blocks:
         """Allocate empty slots for ``count`` rows of a stack's layers, on their own device by default."""
         policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
         rows = count if policy.shares_layers else count * len(layers)
+        # shapes, dtype and device are all that is asked of them, so nothing is allocated here
         keys, values = (x[:, :, :1].to(device).expand(rows, -1, -1, -1) for x in (like.keys, like.values))
         given: dict[str, Any] = {
             "numbers": [budget],
@@ -242,7 +243,7 @@ class Blocks:
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
             mine = stack.under(policy)
-            if stack.is_pool:
+            if stack.is_pool:  # heads lie at places of their own, so the layers are copied one by one
                 found |= {layer: take_row(block, row, device) for layer, block in mine.parts()}
             else:
                 found |= zip(stack.layers, take_rows(mine.block, stack.of(row), device), strict=True)

@@ -127,6 +127,7 @@ class ModelRunner:
                 "model.generate with a BoundedCache."
             )
         keeps = known.get("logits_to_keep")
+        # tokens are padded in front, so the last logits of a row are those of its last token
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
         # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)

@@ -126,7 +126,7 @@ class Passages:
         # the error of a ratio of sums over a sample
         left, n = gain - share * self._gain, len(gain)
         error = float(left.square().sum().mul(n / (n - 1)).sqrt() / self._gain.sum())
-        return Fidelity(min(1.0, max(0.0, share)), error, n)
+        return Fidelity(min(1.0, max(0.0, share)), error, n)  # by chance a sample may leave the range
 
     @torch.inference_mode()
     def _told(self, pieces: Sequence[Int[Tensor, "*_"]], cache: BoundedCache | None = None) -> Float[Tensor, " n"]:

@@ -680,6 +680,7 @@ def request_of(asked: Any, sampling: SamplingParams | None = None) -> Request:
             f"{asked!r:.80} is a single message, and a request is a text or a whole conversation. Give the list of its "
             "messages, or Request(messages=[...])."
         )
+    # a tensor without an axis is a number, though it has an __iter__
     if isinstance(asked, bytes) or not isinstance(asked, Iterable) or getattr(asked, "ndim", None) == 0:
         raise InputError(
             f"{asked!r:.80} is no text and no kvkeep.Request; give a text, Request(messages=[...]), or token ids as "

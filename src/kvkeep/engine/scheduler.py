@@ -417,7 +417,7 @@ class Scheduler:
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
             if chosen and sequence.request.adapter != chosen[0].owner.request.adapter:
-                continue
+                continue  # the rows of a run have one adapter
             stop = sequence.readable if self._chunk is None else min(sequence.readable, sequence.fed + self._chunk)
             tokens = sequence.to_read[sequence.fed : stop]
             if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
@@ -531,7 +531,7 @@ class DuplicatePrompts:
             if sequence in waiting:
                 waiting.remove(sequence)
         others = self._waiting.pop(sequence.id, [])
-        key = _key(sequence) if self._readers else None
+        key = _key(sequence) if self._readers else None  # hashing one takes as long as the prompt is
         if self._readers.get(key) is sequence:
             del self._readers[key]
         if not others:

@@ -219,6 +219,7 @@ class Sequence:
 
     def begin_again(self) -> None:
         """Restart the sequence in an empty row: all of its tokens are to be read again as a prompt."""
+        # the guard has chosen a budget when the prompt was read first
         self.fed, self.read_again, self.levels, self.reading = 0, len(self.token_ids), (), None
         self.status = SequenceStatus.PREFILL
 
@@ -312,7 +313,7 @@ class Sequence:
             KVKeepError: the request's grammar does not allow the token.
         """
         if self.constraint:
-            self.constraint.take(token_id)
+            self.constraint.take(token_id)  # first, since nothing may have changed if it raises
         read = 0
         if not self.token_ids:
             self.mark("first")

@@ -479,6 +479,7 @@ class Session:
         Raises:
             SnapshotError: the memory cannot be written. The session stays open and loses nothing.
         """
+        # written without the lock, so that others go on meanwhile
         if not (delete or self._memory.is_written):
             with Uninterrupted(), self._host.dispatcher.turn:
                 self._cancel()

@@ -232,7 +232,7 @@ class GenerateRoutes:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation, or the next turn of a session if the body names one."""
         body = await body_of(request, ChatBody, self._settings)
-        self._settings.adapter_of(body.model)
+        self._settings.adapter_of(body.model)  # refuses a model that does not run, before anything else is looked at
         if (name := body.session_id) is None:
             owner = owner_of(request)
             parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings, owner))

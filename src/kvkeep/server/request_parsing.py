@@ -128,7 +128,7 @@ def parse_request(
     adapter = settings.adapter_of(body.model)
     parameters, echo, scores_only = _read(url, body, served)
     raw, told = url == COMPLETIONS, parameters.described
-    whole, how = parameters.truncate is None, parameters.template
+    whole, how = parameters.truncate is None, parameters.template  # a prompt that is cut may be of any length
     prompts = tuple(
         parameters.truncated(
             served.encode(prompt, tools=told, raw=raw, bounded=whole, template=how), settings.max_model_len

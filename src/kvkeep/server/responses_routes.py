@@ -365,7 +365,7 @@ class ResponseStream:
             if "content" in delta:
                 yield from self._text(delta["content"])
             for part in delta.get("tool_calls", ()):
-                if "id" in part:
+                if "id" in part:  # the first part of a call
                     yield from self._begun(ToolCallItem(len(self._items), part["function"]["name"], part["id"]))
                 else:
                     yield from map(self._numbered, self._items[-1].more(part["function"]["arguments"]))
@@ -572,6 +572,7 @@ class ResponsesRoutes:
                 for chunk in answer.more(event):
                     yield chunk
                 if event.result is not None:
+                    # before the last event: whoever has that may go on from the answer at once
                     if stored := answer.stored:
                         await self._store(owner_of(request), answer, session, event.result)
                     for chunk in answer.end(event.result):

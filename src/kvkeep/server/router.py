@@ -144,6 +144,7 @@ def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple
     body = {
         "status": "draining" if draining else "ready" if ready else "starting",
         **sums,
+        # of one row, and 0 without a replica
         "row_bytes": max((replica["row_bytes"] for replica in answers.values()), default=0),
         "replicas": {name: dict(answer) for name, answer in sorted(answers.items())},
     }
@@ -323,7 +324,7 @@ class Router:
         kind, name = wish.held
         holder = await self._holder(kind, owner, name)
         if holder is None:
-            holder = self._places.choose(wish, self._here())
+            holder = self._places.choose(wish, self._here())  # others than before the replicas were asked
             self._places.note((kind, owner, name), holder)
         return holder
 
@@ -371,7 +372,8 @@ class Router:
     async def _health(self, request: Request) -> Response:
         """Answer with the health of all replicas and the sums of their rows."""
         forwarded = await _received(request, self._settings)
-        # without `check=live` a replica that drains would answer with an error, and its rows would be missing
+        # GET, since a HEAD brings no body to sum up; without `check=live` a replica that drains would answer with an
+        # error, and its rows would be missing
         answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)

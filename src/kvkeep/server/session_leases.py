@@ -88,6 +88,7 @@ class SharedFolder:
             raise InputError("Windows has no locks that several servers could share. Leave `session_dir` out.")
         try:
             root.mkdir(parents=True, exist_ok=True)
+            # a: made if it is missing, and never cut
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
             with ExitStack() as stack:
                 stack.callback(self._file.close)

@@ -171,6 +171,7 @@ class ServerSettings:
         name = host_name(host)
         if name in LOOPBACK_HOSTS or name in self.allowed_hosts:
             return
+        # in headers an address of IPv6 stands in brackets
         if address is not None and name in (address[0], f"[{address[0]}]"):
             return
         raise RefusalError(
