@@ -65,6 +65,7 @@ def may_stay(
     most = policy.spreads.ceilings(policy, view, score, heads)
     if view.pins is not None:
         most = most.maximum(_needed(policy, view, mean)) + 2  # what `divided` may round up
+    # NaN has no order, and is the lowest score here as in `ranking.protect`
     best = ranking.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
     return (best | protected_slots(policy, replace(view, budget=most))) & (view.positions >= 0)
 
@@ -130,6 +131,7 @@ def fused_step(
         stay = limit(policy, view, block.state, window=window)
         sinks, recent = policy.protected(view.budget)
         prompt = view.prompt if policy.sums is not None and policy.sums.slides else None
+        # pins of the first positions are to a kernel what sinks are
         limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window, prompt)
     slots, ranges = block.store.in_ranges()
     return FusedStep(query, slots, (key, value), now, statistic, options, added, limits, ranges)

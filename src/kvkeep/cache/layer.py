@@ -497,7 +497,8 @@ class Layer:
             return in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
 
     def _divides(self, T: int, real: Bool[Tensor, "B T"] | None) -> bool:
-        """Return whether a step over a prompt may change the budgets of heads that divide one.
+        """Return whether a step over a prompt may change the budgets of heads that divide one; ``True`` also where the
+        question would make the host wait.
 
         While all tokens fit, the rules give heads equal budgets.
         """

@@ -170,6 +170,7 @@ def lead_of(policy: Policy, block: Block) -> int:
             pins and pins[-1][1] > min(ends) for pins in pins_of(block, slice(None))
         )
         return 0 if len(ends) > 1 or behind else ends.pop()
+    # all rows must have the same pins, and these be one span from the first position on
     found = {*pins_of(block, slice(None))}
     alone = [pins for pins in found if len(pins) == 1 and pins[0][0] == 0]
     return alone[0][0][1] if len(alone) == len([*found]) == 1 else 0

@@ -176,6 +176,7 @@ class SharedBudget:
         view, score = _joined([(step.view, step.score) for step in self._waiting])
         mean = numbers.sum(dim=1, keepdim=True) // numbers.shape[1]
         stays = may_stay(policy, view, score, mean, heads=numbers.shape[1]).chunk(len(self._waiting), dim=1)
+        # without the tokens with which `_joined` has padded a layer
         pairs = zip(self._waiting, self._blocks, stays, strict=True)
         self._waiting = [step.thinned(block, own[..., : step.score.shape[-1]]) for step, block, own in pairs]
 

@@ -472,7 +472,9 @@ class Admission:
         return self._layout(self._policy).positions == "slot"
 
     def fits(self, prompt_tokens: int, sampling: SamplingParams) -> bool:
-        """Return whether the model was trained for the positions of so many tokens and the new ones."""
+        """Return whether the model was trained for the positions of so many tokens and the new ones, as it is for any
+        number under slot positions, or if it does not say.
+        """
         longest = None if self.moves_up else trained_length(self._model.config)
         return longest is None or prompt_tokens + sampling.max_new_tokens - 1 <= longest
 
@@ -506,7 +508,7 @@ class Admission:
             InputError: one of its own is outside of the vocabulary, or no token is left for the least number of tokens.
         """
         own = cast(tuple[int, ...], request.stop_token_ids)
-        if own and own[-1] >= self._vocabulary:
+        if own and own[-1] >= self._vocabulary:  # they are sorted
             raise InputError(
                 f"stop_token_ids={own[-1]} is no token: the model's vocabulary has {self._vocabulary}. Leave it out."
             )

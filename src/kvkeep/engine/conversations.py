@@ -248,6 +248,7 @@ class Conversations:
         self._rows, self._most_prompt_bytes = rows, min(most_prompt_bytes, self._most_bytes)
         self._reasons: OrderedDict[int, str] = OrderedDict()
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
+        # of requests that run: one that ends in any way takes its own along
         self._readings: weakref.WeakSet[PromptReading] = weakref.WeakSet()
         if self.active:
             self._open_saved()
@@ -312,8 +313,8 @@ class Conversations:
         return contents
 
     def _reading(self, sequence: Sequence, before: PromptKV | None = None) -> PromptReading | None:
-        """Return what is known of a prompt that is about to be read, and room for what is kept of it; ``None`` without
-        either.
+        """Return the reading of a prompt: with its beginning that was read ``before``, and with the bytes that it takes
+        if it is worth keeping, which count as taken from now on. Return ``None`` if there is neither.
         """
         nbytes = len(sequence.prompt) * self._rows().token_bytes if self._keeps_prompt(sequence) else 0
         if before is None and not nbytes:
@@ -394,8 +395,9 @@ class Conversations:
         return None if best is None else (best[0], best[1].first(best[2]))
 
     def _best(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int, LeftOut | None] | None:
-        """Return the conversation from which a prompt has least to read, the tokens of its memory that serve, and what
-        the client has left out of it. Note why a memory of which messages were left out does not serve.
+        """Return the conversation from which a prompt has least to read, how many tokens of its memory serve, and what
+        the client has left out of it (``None``: nothing); ``None`` without one. Note why a memory of which messages
+        were left out does not serve.
         """
         best = self._longest(sequence, least)
         most = least - 1 if best is None else best[1]
@@ -406,6 +408,7 @@ class Conversations:
             if not (why := self._against(sequence, entry, found)):
                 return entry, found.tokens, found
             self._note_reason(sequence, why)
+        # no memory serves to its end, although the chat goes on from the messages of one: they became other tokens
         elif (best is None or best[1] < len(best[0].past.ids)) and any(
             self._missing(sequence, entry) for entry in self._entries.values()
         ):
@@ -466,7 +469,9 @@ class Conversations:
         return missing_messages(entry.past.messages, sequence.request.noted_messages)
 
     def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
-        """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
+        """Return the conversation of the same reader and pins whose memory serves for most tokens of a prompt, and how
+        many these are; ``None`` if all serve for fewer than ``least``.
+        """
         reader, best = Reader.of(sequence), None
         rules: dict[str, Any] = {"for_later": reader.asks_later, "to_read": self._to_read(sequence)}
         for entry in reversed(self._entries.values()):  # of equally long ones the last used is taken

@@ -300,6 +300,7 @@ class TokenSpans:
         left_out = [not self._special and self._texts.is_special(token) for token in group]
         spelled = [token for token, out in zip(group, left_out, strict=True) if not out]
         parts, found = iter(self._parts(spelled, piece)), []
+        # for `start`: it counts a character once all of its bytes have come
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         start, self._length = self._length, self._length + len(piece)
         for token, out in zip(group, left_out, strict=True):

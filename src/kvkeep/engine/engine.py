@@ -210,6 +210,7 @@ class Engine:
         banned = BannedTokens.of(self.model.generation_config, vocabulary)
         self._sampler = Sampler(None if alone else together, banned if any(banned) else None)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
+        # a recorded step has rows of generated tokens only
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()
         self._sequences: dict[int, Sequence] = {}

@@ -138,8 +138,7 @@ def _rules_of(grammar: str) -> _Rules:
             raise _UnknownSyntaxError(name)
         # terminals are regular expressions, which never hold themselves
         if name != name.upper():
-            # before the colon there may be a priority and settings
-            # "!" and "?" in front of a name are no part of it
+            # "!" and "?" in front of a name are no part of it; before the colon there may be a priority and settings
             _read(name.lstrip("!?"), tokens[tokens.index(_COLON) + 1 :], rules)
     return rules
 

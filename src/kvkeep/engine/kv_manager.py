@@ -238,6 +238,7 @@ class KVManager:
         policy = self.policy if policy is None else policy
         held = contents.layers[0].pins if contents is not None and contents.layers else ()
         pins = spans((*held, *pins))
+        # see `Owner`: a single span from the first position on is one that kernels can protect
         lead = pins[0][1] if policy.evicts and len(pins) == 1 and pins[0][0] == 0 else 0
         if keeps_share(policy):
             lead = prompt_tokens if end(pins) <= prompt_tokens else 0

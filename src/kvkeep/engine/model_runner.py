@@ -199,6 +199,7 @@ class ModelRunner:
         ids = torch.cat([batch.ids.flatten() for batch in given])
         positions = torch.cat([batch.positions.flatten() for batch in given])
         lengths = torch.cat([batch.lengths.flatten() for batch in given])
+        # no mask of real tokens: each part has its own
         together, ends = _Input(ids[None], positions[None], None, lengths[None]), _last_tokens(parts, ids.device)
         if self._keeps_any and not scored:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
@@ -249,6 +250,7 @@ class _Input(NamedTuple):
         for first, tokens in zip(batch.positions, batch.tokens, strict=True):
             pad = T - len(tokens)
             ids.append([0] * pad + list(tokens))
+            # padding has no position, and 0 is one that every model has
             positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)

@@ -90,6 +90,7 @@ class Passages:
         if not starts:
             raise InputError(f"a text of {len(ids)} tokens has no two passages of {CUE + TOLD}")
         between = writer.checkpoint.tokenizer.encode(SEPARATOR, add_special_tokens=False)
+        # + 1: the check leaves out the last token, which is not read where a text is generated
         check_length(writer.checkpoint, len(ids), len(between) + CUE + TOLD + 1)
         self._between = torch.tensor(between, dtype=torch.long)
         self._ids = torch.tensor([ids[start : start + CUE + TOLD] for start in starts])

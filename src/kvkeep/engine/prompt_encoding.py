@@ -243,7 +243,7 @@ class PromptEncoder:
         return before[: self._kept(past)] + ids
 
     def _kept(self, past: ConversationHistory) -> int:
-        """Return how many tokens of a history stay when messages follow."""
+        """Return how many tokens of a history stay when messages follow: all but an end token that was not read."""
         n = len(past.ids) + len(past.pending)
         # the new ids begin with the end of the last answer, as the template writes it
         ended = past.messages and past.pending and past.pending[-1] in self._ends | self.turn_ends

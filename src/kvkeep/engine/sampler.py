@@ -103,7 +103,6 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
     """
     if sequence.used is None:
-        # the counts are written in later steps, in whatever mode these run
         with torch.inference_mode(False):  # written in inference mode and out of it
             sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         sequence.used[torch.tensor(sequence.prompt, device=logits.device)] = True
@@ -138,6 +137,7 @@ def without(
         now += [(i, token) for token in (tokens if sequence.token_ids else tokens | banned.first) if 0 <= token < V]
     always = torch.tensor([token for token in banned.always if 0 <= token < V], dtype=torch.int64, device=logits.device)
     left = logits.index_fill(1, always, -torch.inf)
+    # `view`, since there may be no pairs at all
     rows, last = torch.tensor(now, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(dim=1)
     left = left.index_put((rows, last), logits.new_tensor(-torch.inf))
     formed = torch.tensor([sequence.constraint is not None for sequence in generations], device=logits.device)

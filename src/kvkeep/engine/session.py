@@ -123,7 +123,7 @@ class SessionMemory:
 
     def load(self) -> Contents | None:
         """Return the memory with which a turn begins, after checking that it fits the model as it is now; ``None``
-        before the first turn.
+        before the first turn. Note the fingerprint that `keep` gives to the memory after the turn.
 
         Raises:
             SnapshotError: the memory does not belong to the model as it is now, or its file cannot be read any more.

@@ -156,6 +156,7 @@ def _check_body(scope: Scope, headers: Headers) -> None:
     """
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return
+    # a length of 0 may have several digits
     has_body = headers.get("content-length", "0").strip("0") != "" or "transfer-encoding" in headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if has_body and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

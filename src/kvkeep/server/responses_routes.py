@@ -64,7 +64,7 @@ def parse_response_body(
             "previous_response_id", "brings its own policy, budget, guard and keep_prompt; leave them out"
         )
     cached = body.model_dump(include={"policy", "pins", "guard", "keep_prompt"})
-    own = own_options(Generating.model_validate(cached), ())
+    own = own_options(Generating.model_validate(cached), ())  # the policy is the session's, and only checked here
     told = whole_text("instructions", body.instructions or "")
     messages = [{"role": "system", "content": told}] if told else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
@@ -507,6 +507,7 @@ class ResponsesRoutes:
         if not body.stream:
             return reply(await unless_gone(request, _last(ready)))
         ping_s, write_s = self._settings.ping_s, self._settings.read_timeout_s
+        # as OpenAI's API streams responses: events have names, and nothing follows the last one
         return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)
 
     async def look(self, request: HttpRequest) -> Response:

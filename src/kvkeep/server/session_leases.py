@@ -215,7 +215,7 @@ class SharedFolder:
             if folder == self.own:
                 continue
             with suppress(OSError):  # its server lives, or the files are about to go
-                if folder != self._root:
+                if folder != self._root:  # single servers are kept out of the root already
                     self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{folder.name}")
                 try:
                     for path in folder.glob(f"*{full_name('', CONVERSATION)}*{SUFFIX}"):
