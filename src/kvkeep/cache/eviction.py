@@ -130,6 +130,7 @@ def fused_step(
     else:
         stay = limit(policy, view, block.state, window=window)
         sinks, recent = policy.protected(view.budget)
+        # only where tokens slide does their score depend on where the prompt ends
         prompt = view.prompt if policy.sums is not None and policy.sums.slides else None
         # pins of the first positions are to a kernel what sinks are
         limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window, prompt)
@@ -304,6 +305,7 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
         return view.budget
     if window is None:
         return stays
+    # where the budget holds the window, tokens expire before any has to go
     if isinstance(view.budget, int):
         return view.budget if view.budget >= window else stays
     return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))

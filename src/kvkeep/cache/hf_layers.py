@@ -49,7 +49,7 @@ class HandedKeys(Tensor):
         # "__get__" reads an attribute, such as the shape
         if func.__name__ != "__get__" and not latent and not torch.compiler.is_compiling():
             raise UnsupportedModelError(_BYPASSED)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # else the call would come here again
             result = func(*args, **(kwargs or {}))
         return tree_map_only(Tensor, source.tag, result) if latent and source is not None else result
 

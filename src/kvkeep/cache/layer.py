@@ -461,7 +461,7 @@ class Layer:
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         if phase is Phase.PREFILL and self.rotary is not None and self.rotary.longest is not None:
             self._prompt = self._prompt_ends(self.rotary.longest, T, real)
-        pins = phase is Phase.PREFILL and self._pins_prompts
+        pins = phase is Phase.PREFILL and self._pins_prompts  # the owner of another block pins itself, see `over`
         if pins and keeps_whole(self.policy):
             pin_read(self.policy, self.block, T, real, window=self.window)
         self.broken = True  # until the step has ended
@@ -485,7 +485,7 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Run a step in its phase."""
+        """Run a step: one generated token per row, probes, or a prompt, which is cut into chunks."""
         if phase is Phase.DECODE:
             return self._decode(query, keys, values, options, real)
         T = query.shape[2]

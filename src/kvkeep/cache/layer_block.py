@@ -111,7 +111,7 @@ def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads 
 
 
 def backend_for(block: Block, rotation: Rotation | None) -> Backend:
-    """Return the backend that works on a block.
+    """Return the backend that works on a block, wrapped for what it cannot read where it lies.
 
     Args:
         block: the slots. The device and the dtype choose; pools and codes are wrapped around the choice.

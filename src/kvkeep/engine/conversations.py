@@ -126,7 +126,7 @@ class Reader(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence) -> Reader:
-        """Return the reader that a request is."""
+        """Return the reader that a request is, as `Conversations` compares it with those of its memories."""
         request, policy = sequence.request, sequence.policy
         settled = Settled(policy, sequence.budget, request.adapter)
         number = request.sequence if policy.stochastic else 0
@@ -510,7 +510,9 @@ class Conversations:
             return None
 
     def _keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Keep a memory, see `keep`."""
+        """Keep the memory of a finished request in a new session, or in that of an earlier turn for which it serves as
+        well. Return the write that must end first; ``None`` if there is none, or the memory is not worth keeping.
+        """
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
         longer = (*past.ids, *past.pending, 0)  # the shortest prompt of a next turn, whatever its last token is

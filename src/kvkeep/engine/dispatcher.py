@@ -359,6 +359,7 @@ class Dispatcher:
         box, more = ThreadBox(), True
         try:
             while more or box.open:
+                # one of them at least runs, also where others leave no room
                 while more and (not box.open or has_room()):
                     if more := (request := next(source, _END)) is not _END:
                         add(request, box)

@@ -533,7 +533,10 @@ class Engine:
         yield from self._dispatcher.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
     def _add(self, asked: Asked, sampling: SamplingParams | None, box: Box | None = None) -> int:
-        """Check a request and queue it. Return its number."""
+        """Check a request, and queue it for a row or behind a request that reads the same prompt. Return its number.
+
+        Nothing is queued if the listener has left meanwhile.
+        """
         request = request_of(asked, sampling)
         if request.structured_outputs is not None:
             self._admission.grammars.constraint(request)  # compiled outside of the lock, since it may take seconds

@@ -376,7 +376,7 @@ def without_special_texts(description: str) -> str:
 
 
 def _shown(error: str) -> str:
-    """Return the grammar engine's error shortened to one line."""
+    """Return what is wrong with a grammar in one line, from the grammar engine's own error."""
     if _NO_TOKEN in error:
         return _ENDLESS
     # lines before it draw the place in the expression, and lines after " 1 |" that in the grammar

@@ -144,7 +144,7 @@ def _rules_of(grammar: str) -> _Rules:
 
 
 def _read(rule: str, body: list[tuple[str, str]], rules: _Rules) -> None:
-    """Add a rule, and its groups, to the rules.
+    """Parse what stands behind the colon of a rule, and add the rule, and each group in it, to ``rules``.
 
     Raises:
         _UnknownSyntaxError: its brackets do not fit, or something is repeated that does not exist.

@@ -173,10 +173,10 @@ def check_name(name: object) -> str:
 
 
 def variables(given: object) -> Mapping[str, Any]:
-    """Return variables of a chat template as a dictionary.
+    """Return variables of a chat template as a new dictionary, after checking their names.
 
     Raises:
-        InputError: they are no mapping from names to values.
+        InputError: they are no mapping from names to values, or one is a field of the request.
     """
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InputError(f'chat_template_kwargs={given!r:.60} is no mapping such as {{"enable_thinking": False}}.')

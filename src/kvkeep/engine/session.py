@@ -501,7 +501,7 @@ class Session:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Close the session without its memory."""
+        """Close the session, forget its memory without writing it, and tell ``on_close``."""
         self._store.give_up(self._state.kept)
         self._closed, self._memory.state = True, State(ConversationHistory())
         if self._on_close is not None:

@@ -61,7 +61,7 @@ class SnapshotFolder:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all snapshot files."""
+        """Return the bytes of all snapshot files, temporary ones included."""
         total = 0
         for path in self.path.glob(f"*{SUFFIX}*"):
             with suppress(OSError):  # removed meanwhile

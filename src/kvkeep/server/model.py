@@ -67,7 +67,7 @@ class ServedModel:
         bounded: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt; a text and messages go through the chat template.
 
         Args:
             prompt: a text, token ids, or messages.

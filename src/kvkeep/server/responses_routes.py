@@ -384,7 +384,7 @@ class ResponseStream:
         return [*self._calls.add(event.text), *(self._calls.end() if event.result is not None else ())]
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the message, and yield its events."""
+        """Add text to the message, which is opened with the first one, and yield the events."""
         if not self._items:
             yield from self._begun(MessageItem(0))
         item = self._items[-1]
@@ -507,8 +507,7 @@ class ResponsesRoutes:
         if not body.stream:
             return reply(await unless_gone(request, _last(ready)))
         ping_s, write_s = self._settings.ping_s, self._settings.read_timeout_s
-        # as OpenAI's API streams responses: events have names, and nothing follows the last one
-        return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)
+        return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)  # as OpenAI does
 
     async def look(self, request: HttpRequest) -> Response:
         """Answer with a stored answer; refuse an unknown id."""
@@ -573,8 +572,7 @@ class ResponsesRoutes:
                 for chunk in answer.more(event):
                     yield chunk
                 if event.result is not None:
-                    # before the last event: whoever has that may go on from the answer at once
-                    if stored := answer.stored:
+                    if stored := answer.stored:  # before the last event: whoever has that may go on from it
                         await self._store(owner_of(request), answer, session, event.result)
                     for chunk in answer.end(event.result):
                         yield chunk

@@ -184,7 +184,7 @@ class EventStream(Response):
                 await self._send(send, _PING)
 
     async def _send(self, send: Send, piece: bytes) -> None:
-        """Send a piece, and record the time.
+        """Send a piece, and record for `_watch` when it began and that the client has taken it.
 
         Raises:
             GoneError: the client has closed the connection.
