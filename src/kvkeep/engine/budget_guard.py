@@ -317,6 +317,7 @@ class Trial:
         processes.
         """
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
+        # other cuts are among the tokens that the row was cut to, which `_note` has checked
         divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())

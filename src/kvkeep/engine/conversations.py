@@ -364,6 +364,7 @@ class Conversations:
         rows, tokens = self._rows(), len(sequence.prompt)
         taken = sum(reading.nbytes for reading in self._readings)  # by requests that run
         fits = taken + tokens * rows.token_bytes <= self._most_prompt_bytes
+        # where there are states beside keys and values, these alone are nothing to go on from
         return fits and not rows.alone and self._may_evict(sequence)
 
     def _may_evict(self, sequence: Sequence) -> bool:

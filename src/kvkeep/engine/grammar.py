@@ -285,6 +285,7 @@ class Grammars:
         """
         backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
         ends = self._ends or (getattr(self._tokenizer, "eos_token_id", None),)
+        # a model may have spare tokens, and a tokenizer more than the model
         size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
         return without_special_texts(backend.to_str()), size, [token for token in ends if token is not None]
 

@@ -116,7 +116,7 @@ def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     tensor, which is updated.
     """
     if sequence.counts is None:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # as in `_used`
             sequence.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
     for token in sequence.token_ids[sequence.counted :]:
         sequence.counts[token] += 1

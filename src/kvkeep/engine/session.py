@@ -536,7 +536,7 @@ class Session:
         """Cancel the running turn and all waiting ones. Turns that only wait for the disk are finished first."""
         self._host.settle()
         waiting, self._queue = self._queue, deque()
-        for sequence in (*waiting, *filter(None, (self._running,))):
+        for sequence in (*waiting, *filter(None, (self._running,))):  # the running one last: its end starts the next
             self._host.cancel(sequence.id)
 
     def _check_open(self) -> None:

@@ -240,7 +240,7 @@ class Router:
         try:
             await unless_gone(request, self._answer(owner, forwarded, wish, relay))
         except GoneError:
-            if not relay.begun:
+            if not relay.begun:  # else there is no other answer to give
                 raise
 
     async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:

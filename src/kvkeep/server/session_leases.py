@@ -154,7 +154,7 @@ class SharedFolder:
 
     def close(self) -> None:
         """Give all leases up, and remove this server's folder if nothing is left in it."""
-        self._file.close()
+        self._file.close()  # its locks end with it
         self._single.release()
         with suppress(OSError):  # files are left
             self.own.rmdir()
