@@ -115,7 +115,7 @@ class BoundedCache(PhasedCache):
         rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "positions": positions, "kv_bits": kv_bits}
         layout = Layout.of(config, self.policy, **rules, **spread)
         self.policy = layout.policy  # with `head_budget` applied to it
-        self._first = min(layout.windows, default=0)
+        self._first = min(layout.windows, default=0)  # with it a step begins; layers before it have no slots
         pinned = spans_of_rows(pins)
         together = SharedBudget.by_layer(layout.sharing)
         layers: list[Any] = DynamicCache(config=config).layers
@@ -137,7 +137,7 @@ class BoundedCache(PhasedCache):
                 checked=True,
             )
             bounded.rotary = layout.rotations.get(number) if layout.undoes else None
-            bounded.heads, before = layout.heads, bounded
+            bounded.heads, before = layout.heads, bounded  # only policies that prune through the layers follow `before`
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)

@@ -147,6 +147,7 @@ def why_not_fused(policy: Policy, backend: Backend, *, window: int | None = None
             return "heads may differ in the number of their tokens"  # in a window they do
         return None if _is_told(type(policy), "tally", "observe", "wants", "bursts") else _OVERRIDDEN
     rule = policy.sums
+    # a kernel updates two sums at most, see `kvkeep.backends.base.Added`
     if rule is None or policy.bursts is not None or len(policy.slots) > 2:
         return None if rests(policy) else "the policy's rule is no sum of attention mass"
     if rule.score is not None and rule.score not in policy.slots:
@@ -278,7 +279,7 @@ class Repeating:
         if self._held:
             return
         self._block, self._store, self._lead = weakref.ref(block), weakref.ref(block.store), block.lead
-        self._seen = weakref.ref(block.seen)  # a kernel writes it
+        self._seen = weakref.ref(block.seen)  # a kernel writes it in each step, so its version tells nothing
         self._budget = None if isinstance(block.budget, Tensor) else block.budget
         self._numbers = [(weakref.ref(tensor), _version(tensor)) for tensor in _numbers(block)]
         self._held = True

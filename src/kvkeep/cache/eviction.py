@@ -65,6 +65,7 @@ def may_stay(
     most = policy.spreads.ceilings(policy, view, score, heads)
     if view.pins is not None:
         most = most.maximum(_needed(policy, view, mean)) + 2  # what `divided` may round up
+    # NaN has no order, and is the lowest score here as in `ranking.protect`
     best = ranking.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
     return (best | protected_slots(policy, replace(view, budget=most))) & (view.positions >= 0)
 
@@ -75,7 +76,8 @@ def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor,
     assert pins is not None
     view = replace(view, budget=mean)
     coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(mean)[1]
-    needed = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
+    # tokens that are still to come count as well: pinned ones, and the recent ones among those that are generated
+    needed = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)
     return needed.minimum(mean)  # pins fit into each head's budget, except where they leave with a sliding window
 
 
@@ -128,7 +130,9 @@ def fused_step(
     else:
         stay = limit(policy, view, block.state, window=window)
         sinks, recent = policy.protected(view.budget)
+        # only where tokens slide does their score depend on where the prompt ends
         prompt = view.prompt if policy.sums is not None and policy.sums.slides else None
+        # pins of the first positions are to a kernel what sinks are
         limits = SlotLimits(view.seen, max(sinks, block.lead), recent, stay, window, prompt)
     slots, ranges = block.store.in_ranges()
     return FusedStep(query, slots, (key, value), now, statistic, options, added, limits, ranges)
@@ -162,6 +166,7 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
         # the backend takes the first sum for the score
         names = sorted(policy.slots, key=lambda name: name != score)
         return Added(tuple(state[name] for name in names), score is not None, lost=lost)
+    # a policy with a tally has words of bits, then two sums; the step writes its own mass into the empty tensor
     *words, mass, due = (state[name] for name in policy.slots)
     window, least, drop = policy.tally.sizes(policy, view.budget)
     ring = Ring(tuple(words), mass.new_empty(mass.shape), window, least, drop, view.budget)
@@ -235,7 +240,7 @@ def cut(
     """
     tokens = None
     if divides and policy.spreads is not None:
-        tokens = block.store.tokens(view, used=used)
+        tokens = block.store.tokens(view, used=used)  # first: slots that are divided anew lose their content
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
     stays = kept(policy, view, state, window=window)
@@ -300,6 +305,7 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
         return view.budget
     if window is None:
         return stays
+    # where the budget holds the window, tokens expire before any has to go
     if isinstance(view.budget, int):
         return view.budget if view.budget >= window else stays
     return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))

@@ -46,9 +46,10 @@ class HandedKeys(Tensor):
         """
         source = next((leaf.layer for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
         latent = source is not None and source.latent
+        # "__get__" reads an attribute, such as the shape
         if func.__name__ != "__get__" and not latent and not torch.compiler.is_compiling():
             raise UnsupportedModelError(_BYPASSED)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # else the call would come here again
             result = func(*args, **(kwargs or {}))
         return tree_map_only(Tensor, source.tag, result) if latent and source is not None else result
 
@@ -306,6 +307,7 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, keys: HandingLayer, state: LinearAttentionLayer):
+        # no super().__init__(): attributes of its own would hide those of the state, see `__getattr__`
         self.keys_part: Any = keys
         self.state = state
         self.is_sliding = keys.is_sliding

@@ -219,6 +219,7 @@ class Layer:
         self.key_transform: KeyTransform | None = None
         self.rotary: Rotation | None = None
         self.prompts: LayerPrompts | None = None
+        # `_made`: whether the block has the layer's own budgets and pins
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
         self._pins_prompts = True
@@ -318,7 +319,10 @@ class Layer:
         self.paths.begin(self._backend, window=self.window, even=not isinstance(block.store, PooledStore))
 
     def find_lead(self) -> None:
-        """Note in the layer's own block which first positions `keep_prompt` protects, so that kernels can."""
+        """Note in the layer's own block which first positions `keep_prompt` protects, so that kernels can.
+
+        Do nothing while a compiler traces, which knows no numbers in tensors.
+        """
         if self.policy.keep_prompt is not None and self.policy.evicts and not torch.compiler.is_compiling():
             self.block.lead = lead_of(self.policy, self.block)
 
@@ -334,7 +338,7 @@ class Layer:
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
             self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
-            if self.prompts is not None:
+            if self.prompts is not None:  # these tokens come with the chunk, and their positions are taken
                 self.block.seen += self.prompts.known
         self.store.check_fit(keys, values)
 
@@ -391,7 +395,7 @@ class Layer:
         return recorded
 
     def end_replay(self, *, done: bool) -> None:
-        """Count a replayed step, or drop the recorded one if it could not run.
+        """Count a replayed step, or drop the recorded one if it could not run. The layer counts as intact again.
 
         Args:
             done: whether it ran, and added each row's token to `Block.seen`; otherwise the recorded step is dropped.
@@ -457,7 +461,7 @@ class Layer:
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         if phase is Phase.PREFILL and self.rotary is not None and self.rotary.longest is not None:
             self._prompt = self._prompt_ends(self.rotary.longest, T, real)
-        pins = phase is Phase.PREFILL and self._pins_prompts
+        pins = phase is Phase.PREFILL and self._pins_prompts  # the owner of another block pins itself, see `over`
         if pins and keeps_whole(self.policy):
             pin_read(self.policy, self.block, T, real, window=self.window)
         self.broken = True  # until the step has ended
@@ -467,7 +471,7 @@ class Layer:
         if pins:
             self.find_lead()
         if self.paths.recorded is not None:
-            self.paths.recorded.hold(self.block)
+            self.paths.recorded.hold(self.block)  # as the step has left it
         self.broken = False
         return out
 
@@ -481,7 +485,7 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Run a step in its phase."""
+        """Run a step: one generated token per row, probes, or a prompt, which is cut into chunks."""
         if phase is Phase.DECODE:
             return self._decode(query, keys, values, options, real)
         T = query.shape[2]
@@ -493,7 +497,8 @@ class Layer:
             return in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
 
     def _divides(self, T: int, real: Bool[Tensor, "B T"] | None) -> bool:
-        """Return whether a step over a prompt may change the budgets of heads that divide one.
+        """Return whether a step over a prompt may change the budgets of heads that divide one; ``True`` also where the
+        question would make the host wait.
 
         While all tokens fit, the rules give heads equal budgets.
         """
@@ -678,6 +683,7 @@ class Layer:
         if self._before is not None and self._first is not None:
             known = _earlier(self._first.block, self._before.block, slots.positions[:, 0])
         turned = self._rotation is None
+        # the cut of a prompt chooses the share of it that stays; from then on these tokens are pinned
         keeps = phase is Phase.DECODE and keeps_share(self.policy)
         return view_of(
             *(self.block, slots),

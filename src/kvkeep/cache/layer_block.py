@@ -111,7 +111,7 @@ def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads 
 
 
 def backend_for(block: Block, rotation: Rotation | None) -> Backend:
-    """Return the backend that works on a block.
+    """Return the backend that works on a block, wrapped for what it cannot read where it lies.
 
     Args:
         block: the slots. The device and the dtype choose; pools and codes are wrapped around the choice.
@@ -164,11 +164,13 @@ def lead_of(policy: Policy, block: Block) -> int:
     A kernel that knows of first positions only can then take the step.
     """
     if keeps_share(policy):
+        # one number holds for all rows, so their prompts must be equally long, and no pin may lie behind them
         ends = set(block.prompt.tolist())
         behind = block.pins is not None and any(
             pins and pins[-1][1] > min(ends) for pins in pins_of(block, slice(None))
         )
         return 0 if len(ends) > 1 or behind else ends.pop()
+    # all rows must have the same pins, and these be one span from the first position on
     found = {*pins_of(block, slice(None))}
     alone = [pins for pins in found if len(pins) == 1 and pins[0][0] == 0]
     return alone[0][0][1] if len(alone) == len([*found]) == 1 else 0

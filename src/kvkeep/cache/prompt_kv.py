@@ -121,6 +121,7 @@ class PromptReading:
         """
         found, self._layers, self.before = self._layers, {}, None
         parts = tuple(found[index] for index in sorted(found))
+        # a part that ends before the last token was noted by a run that read less than the whole prompt
         if len(parts) != layers or any(int(part.slots.positions[0, 0, -1]) != tokens - 1 for part in parts):
             return None
         return PromptKV(parts, tokens)
@@ -188,6 +189,7 @@ def _copied(policy: Policy, slots: Slots, state: State, row: int) -> LayerKV | N
     there = (held >= 0).sum(dim=-1)
     n = int(there[0])
     order = order[..., :n]
+    # if nothing was evicted, all heads have as many tokens as the first one, and the same ones
     if bool((there != n).any()) or bool((held.gather(-1, order[0]) != held[0].gather(0, order[0, 0])).any()):
         return None
     keys, values = (

@@ -138,6 +138,7 @@ def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, fore
 # The rotations of a configuration are tried once: an engine and its caches ask many times.
 
 _MOST_MODELS = 64
+"""Configurations whose rotations are remembered."""
 _known: dict[str, Rotations | _CannotUndoError] = {}
 _lock = threading.Lock()
 
@@ -164,7 +165,7 @@ def _rotations_of(config: PreTrainedConfig) -> Rotations:
             _known[key] = result
         known = _known[key]
     if isinstance(known, _CannotUndoError):
-        raise _CannotUndoError(*known.args)
+        raise _CannotUndoError(*known.args)  # a new one: each raise adds a traceback to its error
     return known
 
 
@@ -239,7 +240,9 @@ def _longest(text: PreTrainedConfig) -> int:
 
 _ATTENTION = "kvkeep_rotary_probe"
 _TOKENS, _SEED = 4, 20_240_611
+"""Tokens that are read at each position, and the seed of the copy's weights."""
 _POWERS, _OTHERS = range(0, 31, 3), (7, 777, 5000)
+"""Exponents of two: from these positions frequencies are measured. At them and at the others the result is checked."""
 
 
 class _Shown(NamedTuple):
@@ -271,7 +274,7 @@ def _attend(
             raise _CannotUndoError("has attention that does not belong to one layer each")
         seen[number] = query, key, value
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None  # as transformers' own attention functions return it
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -336,7 +339,7 @@ class _Trial:
         """
         parts = [module for module in self.model.modules() if hasattr(module, "rope_type")]
         given = {value for part in parts for name, value in vars(part).items() if name.endswith("attention_scaling")}
-        before = self.read([0, beyond])
+        before = self.read([0, beyond])  # the second position makes the text one of more than `beyond` tokens
         hooks = [part.register_forward_hook(_without_factor) for part in parts]
         after = self.read([0, beyond])
         for hook in hooks:
@@ -453,7 +456,7 @@ def _rotation_of(shown: _Shown, places: list[int], factor: float) -> Rotation | 
     dims = _pairs(keys)
     half = len(dims) // 2
     pairs = torch.complex(keys[..., dims[:half]], keys[..., dims[half:]])
-    phases = (pairs[:1].conj() * pairs).sum(dim=1).angle()
+    phases = (pairs[:1].conj() * pairs).sum(dim=1).angle()  # all tokens turn by one angle
     frequencies = torch.zeros(half, dtype=torch.float64)
     for phase, place in zip(phases, places, strict=True):
         # an angle is known up to whole turns only: the estimate from smaller positions tells how many turns there were,

@@ -144,7 +144,7 @@ class RowSnapshots:
         self.check_adapters()
         row = checked_row(row, len(layers[0].seen))
         contents = take([layer.block for layer in layers], row, states=states)
-        contents = whole(contents, layers[0].heads)
+        contents = whole(contents, layers[0].heads)  # with the heads of other processes
         ids = self._recorded_ids(layers[0], row, contents.seen) if tokens is None else ids_of_row(tokens)
         pending = max(0, self._history.prompt_columns - layers[0].columns)
         return Snapshot(contents, self.fingerprint(layers[0], row), ids, pending)
@@ -152,7 +152,10 @@ class RowSnapshots:
     def put(
         self, layers: Sequence[Layer], states: Mapping[int, object], snapshots: Mapping[int, Snapshot], rows: int
     ) -> None:
-        """Overwrite rows of a cache with snapshots. If one does not fit, nothing changes.
+        """Overwrite rows of a cache with snapshots, and the recorded token ids with theirs. If one does not fit,
+        nothing changes.
+
+        Without a model that has fed the cache, the next one must have the weights of the snapshots.
 
         Args:
             layers: the layers with slots.
@@ -390,6 +393,7 @@ def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
     A pool has room for every division of the budget already.
     """
     if not isinstance(block.store, PooledStore):
+        # + 1: a decode step writes its token before it evicts another one
         block.widen(min(largest(layer.budgets) + 1, max(copy.capacity for copy in copies)))
 
 

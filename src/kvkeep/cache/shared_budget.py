@@ -133,7 +133,7 @@ class SharedBudget:
         """
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
-        tokens = block.store.tokens(view, used=used).apart()
+        tokens = block.store.tokens(view, used=used).apart()  # other layers' tokens may get their slots
         block.remember({name: x for name, x in state.items() if name in block.heads})  # last: a guard compares both
         self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 
@@ -147,7 +147,7 @@ class SharedBudget:
             policy: the policy of all layers.
             block: the layer's block between its steps.
         """
-        if len(self._blocks) == len(self._waiting):
+        if len(self._blocks) == len(self._waiting):  # this layer has not called `wait`
             return  # a generated token, or a probe
         self._blocks.append(block)
         if len(self._blocks) < len(self._layers):
@@ -176,6 +176,7 @@ class SharedBudget:
         view, score = _joined([(step.view, step.score) for step in self._waiting])
         mean = numbers.sum(dim=1, keepdim=True) // numbers.shape[1]
         stays = may_stay(policy, view, score, mean, heads=numbers.shape[1]).chunk(len(self._waiting), dim=1)
+        # without the tokens with which `_joined` has padded a layer
         pairs = zip(self._waiting, self._blocks, stays, strict=True)
         self._waiting = [step.thinned(block, own[..., : step.score.shape[-1]]) for step, block, own in pairs]
 
@@ -198,7 +199,7 @@ def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[Vie
     most = max(score.shape[-1] for _, score in layers)
     padded = [(view, score, most - score.shape[-1]) for view, score in layers]
     positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in padded], dim=1)
-    score = torch.cat([pad(score, (0, room)) for _, score, room in padded], dim=1)
+    score = torch.cat([pad(score, (0, room)) for _, score, room in padded], dim=1)  # empty slots need no true score
     budget = torch.cat([table(view.budget, view.seen).expand(view.positions.shape[:2]) for view, _ in layers], dim=1)
     keys, values = nothing(positions)
     return replace(layers[0][0], positions=positions, keys=keys, values=values, budget=budget), score

@@ -71,13 +71,16 @@ class TokenHistory:
             held: columns that the cache holds.
         """
         self.forget_after(held)
+        # copies, since the tensors belong to whoever feeds them
         self._pieces.append((ids.to(torch.int32, copy=True), real.clone()))
         self.columns += ids.shape[1]
         if len(self._pieces) > _MOST_PIECES:
             self._pieces = [self.table()]
 
     def forget_after(self, columns: int) -> None:
-        """Drop the ids beyond the first ``columns`` columns: their tokens were never fed."""
+        """Drop the ids beyond the first ``columns`` columns, whose tokens were never fed; do nothing if there are
+        none.
+        """
         if columns < self.columns:
             self._pieces = [(ids[:, :columns], real[:, :columns]) for ids, real in [self.table()]] if columns else []
             self.columns = columns

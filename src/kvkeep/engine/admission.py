@@ -64,13 +64,14 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
         layout.slots(budget)  # refuses a budget that the policy cannot work with
         return
     room = layout.room(budget)
-    if room is None:
+    if room is None:  # every layer's budget holds its sliding window
         return
     # a policy that grows evicts the prompt down to `room` less its reserve, then keeps all that it generates
     kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
     needed = kept + new_tokens - 1
     if needed <= room:
         return
+    # where layers differ, or the policy keeps a reserve, a budget of `needed` would not give so many slots
     uneven = room != budget
     where = f"a budget of {budget} gives some layer only {room}" if uneven else f"the budget is {room}"
     remedies = ["raise the `budget`" if uneven or policy.grows else f"give `budget={needed}`"]
@@ -105,10 +106,10 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
         for group in [] if folder is None else (folder, *folder.parents):
-            if not group.is_relative_to(root):
+            if not group.is_relative_to(root):  # folders above the root are no groups
                 return
             limit = _read(group / "memory.max")
-            if limit.isdecimal():
+            if limit.isdecimal():  # else it is "max": no limit
                 # pages of files count as used, and the kernel gives these back when memory runs short
                 cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
                 yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
@@ -136,6 +137,7 @@ def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool
         BudgetError: there is no room.
     """
     free = free_bytes(torch.device("cpu")) if host_rows else None
+    # a sequence takes whole blocks of pinned memory
     each = -(-row_bytes // block_bytes(row_bytes)) * block_bytes(row_bytes) if pinned else row_bytes
     if free is None or host_rows * each + beside * row_bytes <= free:
         return
@@ -150,10 +152,8 @@ def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool
 def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, count: int) -> int | None:
     """Divide a memory limit on the device between the rows and the staging copies of swapped sequences.
 
-    The copies get what the rows leave, up to the most that they can use, which is noted in ``staging.most_bytes``.
-    Without copies or without a limit nothing changes.
-
-    Set ``staging.most_bytes``; without copies or without a limit change nothing, and return ``kv_memory``.
+    Set ``staging.most_bytes`` to what the rows leave, up to the most that the copies can use. Without copies or
+    without a limit change nothing, and return ``kv_memory``.
 
     Args:
         staging: the copies; ``None``: there are none.
@@ -181,7 +181,7 @@ def largest_budget(model: Model, policy: Policy, below: int, memory: int, **opti
         options: as for `Rows`.
     """
 
-    @cache
+    @cache  # a manager runs the model once
     def size(budget: int) -> int:
         return KVManager(model, policy, budget, **options).row_bytes
 
@@ -277,7 +277,7 @@ class Identity:
         Args:
             layout: the policy, and how the budget is spread over the layers.
             budget: tokens kept per layer and head.
-            adapter: the adapter that runs.
+            adapter: the adapter that runs; ``None``: the base model, or one that was merged into the weights.
         """
         return Fingerprint(
             model=name_of_config(self.model.config),
@@ -366,6 +366,7 @@ class Admission:
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._host_rows, self._options = rows, kv_memory, host_rows, options
         self._staging = staging
+        # of a model that reads prompts whole, the layers with slots take the chunks
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model, tokenizer))
@@ -385,7 +386,7 @@ class Admission:
         Args:
             request: the request.
             number: the number of the generation.
-            past: tokens read before, which the request continues; by default those of its snapshot.
+            past: tokens read before, which the request continues. A snapshot of the request takes their place.
 
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
@@ -397,7 +398,7 @@ class Admission:
         request = request if adapter == request.adapter else request.replaced(adapter=adapter)
         if request.snapshot is not None:
             past = ConversationHistory.of(request.snapshot)
-        if past is not None:
+        if past is not None:  # its guard may have chosen a smaller budget than was asked for
             budget = budget_guard.chosen(self._layout(policy), budget, past.budgets)
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
@@ -428,6 +429,7 @@ class Admission:
         decode = partial(self._decode, special=not request.skip_special_tokens)
         keeps = request.include_stop_str_in_output
         tail = StopText(decode, request.stop, keeps=keeps) if self._tokenizer else None
+        # looked at when the request gets a row: reading a file may take long
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
         bound = None if request.structured_outputs is None else self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
@@ -470,7 +472,9 @@ class Admission:
         return self._layout(self._policy).positions == "slot"
 
     def fits(self, prompt_tokens: int, sampling: SamplingParams) -> bool:
-        """Return whether the model was trained for the positions of so many tokens and the new ones."""
+        """Return whether the model was trained for the positions of so many tokens and the new ones, as it is for any
+        number under slot positions, or if it does not say.
+        """
         longest = None if self.moves_up else trained_length(self._model.config)
         return longest is None or prompt_tokens + sampling.max_new_tokens - 1 <= longest
 
@@ -504,7 +508,7 @@ class Admission:
             InputError: one of its own is outside of the vocabulary, or no token is left for the least number of tokens.
         """
         own = cast(tuple[int, ...], request.stop_token_ids)
-        if own and own[-1] >= self._vocabulary:
+        if own and own[-1] >= self._vocabulary:  # they are sorted
             raise InputError(
                 f"stop_token_ids={own[-1]} is no token: the model's vocabulary has {self._vocabulary}. Leave it out."
             )
@@ -641,7 +645,7 @@ class Admission:
 
     def make_rows(self, policy: Policy) -> KVManager:
         """Allocate the engine's rows for a policy, after checking that they fit into the free memory. Return their KV
-        manager.
+        manager, whose dtype fingerprints have from then on.
 
         Raises:
             BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.

@@ -140,7 +140,10 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
 
 
 def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
-    """Return the sum over layers that share a budget (0 if none do), then the average budget of each other layer."""
+    """Return the sum of the budgets of layers that share one (0 if none do), then the average over the heads of each
+    other layer: what a divided budget has in common with the one that was divided.
+    """
+    # fractions, since averages are compared for equality
     each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
     shares = [own.shares_layers for own in layout.policies]
     pairs = list(zip(each, shares, strict=False))  # a memory of another model has other layers
@@ -200,7 +203,7 @@ class Rated:
     mass: Float[Tensor, "B Hk S"]
 
 
-@Policy.register
+@Policy.register  # no subclass: its own attributes would hide those of the policy
 class WatchedPolicy:
     """A policy whose step over the end of a prompt is noted; otherwise it is that policy.
 
@@ -314,6 +317,7 @@ class Trial:
         processes.
         """
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
+        # other cuts are among the tokens that the row was cut to, which `_note` has checked
         divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
@@ -336,18 +340,19 @@ class Trial:
         """Compute the cuts of layers that share one budget. This needs the scores of all of them, so it runs after the
         last layer.
         """
+        # sorted by the budget's place, since the cuts of a layer are listed from small to large
         for (_, start), layers in sorted(self._rated.items(), key=lambda item: item[0]):
             policy = layers[0].policy
             budgets = shared_budgets(policy, [(rated.view, rated.score) for rated in layers]).chunk(len(layers), dim=1)
             for rated, budget in zip(layers, budgets, strict=True):
                 view = dataclasses.replace(rated.view, budget=budget)
-                stays = kept(policy, view, {}, rated.score)
+                stays = kept(policy, view, {}, rated.score)  # no state: the scores are there already
                 cut = Cut.of(view, stays, rated.mass, divided=True)
                 self._cuts.setdefault((rated.layer, start), []).append(cut)
 
     def _of(self, row: int, place: int) -> list[tuple[int, Cut]]:
         """Return, for each layer, its number and the cut of one row at the ``place``-th smaller budget."""
-        start = max(start for _, start in self._cuts if start <= row)
+        start = max(start for _, start in self._cuts if start <= row)  # of the segment that has the row
         layers = sorted(layer for layer, first in self._cuts if first == start)
         return [(layer, self._cuts[layer, start][place].row(row - start)) for layer in layers]
 
@@ -357,7 +362,7 @@ class Trial:
         """
         sums = self._rows.lost_of(row)
         for layer, cut in self._of(row, place):
-            sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]
+            sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]  # the first sum is what cuts of the prompt evicted
         return lost_mass.mean(sums).prompt
 
 
@@ -379,9 +384,13 @@ def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -
 def _places(
     held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
 ) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
-    """Return the slot index of each wanted position, and a mask of those that no slot holds."""
+    """Return the slot index of each wanted position, and a mask of those that no slot holds. Padding is not missing,
+    and its index means nothing.
+    """
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
+    # torch warns of a search in another order of memory, and copies as well
     wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
+    # a position behind all that are held has no place
     place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
     return order.gather(-1, place), (ordered.gather(-1, place) != wanted) & (positions >= 0)
 
@@ -412,6 +421,7 @@ class Reduced:
         A token that no slot holds (one with a non-finite key in quantized slots) becomes an empty slot.
         """
         opened = block.opened()
+        # cuts of several rows are padded to the longest of them
         store, n = opened.store, int((cut.positions >= 0).sum(dim=-1).max())
         positions = cut.positions[..., :n]
         index, missing = _places(store.positions, positions)

@@ -43,7 +43,7 @@ LEAST_TOKENS = 16
 _REASONS = 1024
 """Requests of which it is known why they were read anew."""
 _PIECE = 1024
-"""Tokens that are compared at once."""
+"""Tokens that are compared at once: only in the piece that differs is each token looked at."""
 _log = logging.getLogger(__name__)
 
 ANOTHER_READING = (
@@ -126,7 +126,7 @@ class Reader(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence) -> Reader:
-        """Return the reader that a request is."""
+        """Return the reader that a request is, as `Conversations` compares it with those of its memories."""
         request, policy = sequence.request, sequence.policy
         settled = Settled(policy, sequence.budget, request.adapter)
         number = request.sequence if policy.stochastic else 0
@@ -147,7 +147,10 @@ class KeptPrompt(NamedTuple):
     fingerprint: Fingerprint
 
     def usable(self, prompt: GenericSequence[int], to_read: int) -> int:
-        """Return how many tokens of another prompt need not be read again, if so many of its last ones are read."""
+        """Return how many tokens of another prompt need not be read again, if its last ``to_read`` ones are read.
+
+        Return 0 if only some of the tokens are shared, and the keys and values cannot be cut back to those.
+        """
         shared = min(common_beginning(self.ids, prompt), len(prompt) - to_read)
         return shared if shared == len(self.ids) or self.kv.whole else 0
 
@@ -245,6 +248,7 @@ class Conversations:
         self._rows, self._most_prompt_bytes = rows, min(most_prompt_bytes, self._most_bytes)
         self._reasons: OrderedDict[int, str] = OrderedDict()
         self._entries: OrderedDict[str, KeptConversation] = OrderedDict()
+        # of requests that run: one that ends in any way takes its own along
         self._readings: weakref.WeakSet[PromptReading] = weakref.WeakSet()
         if self.active:
             self._open_saved()
@@ -278,6 +282,7 @@ class Conversations:
             sequence: the request, which is about to be read.
             beyond: a memory of so many tokens is there already.
         """
+        # a guarded request chooses its budget at the end of a prompt that was read from its beginning
         if not self.active or not sequence.request.owner or sequence.levels:
             return None
         try:
@@ -292,6 +297,7 @@ class Conversations:
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
+        # a memory takes the place of the kept prompt only if it has evicted nothing
         if known is not None and self._mode == "auto":
             contents = self._memory(sequence, known[1].tokens, whole=True)
         else:
@@ -302,12 +308,13 @@ class Conversations:
             sequence.recalled = True
             sequence.reading = self._reading(sequence, before)
         elif contents is None or contents.shortest(self._rows().windows) is not None:
+            # a memory that has evicted tokens does not tell what the prompt was before
             sequence.reading = self._reading(sequence)
         return contents
 
     def _reading(self, sequence: Sequence, before: PromptKV | None = None) -> PromptReading | None:
-        """Return what is known of a prompt that is about to be read, and room for what is kept of it; ``None`` without
-        either.
+        """Return the reading of a prompt: with its beginning that was read ``before``, and with the bytes that it takes
+        if it is worth keeping, which count as taken from now on. Return ``None`` if there is neither.
         """
         nbytes = len(sequence.prompt) * self._rows().token_bytes if self._keeps_prompt(sequence) else 0
         if before is None and not nbytes:
@@ -316,7 +323,10 @@ class Conversations:
         return reading
 
     def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
-        """Return the longest memory with which a prompt begins; ``None`` if there is none.
+        """Return the longest memory with which a prompt begins, cut back to what they share; ``None`` if there is none.
+
+        Mark it as used, and the sequence as recalled. If the client has left messages out, put them into the
+        sequence's prompt again. Forget memories that cannot be read.
 
         Args:
             sequence: the request, which is about to be read.
@@ -354,6 +364,7 @@ class Conversations:
         rows, tokens = self._rows(), len(sequence.prompt)
         taken = sum(reading.nbytes for reading in self._readings)  # by requests that run
         fits = taken + tokens * rows.token_bytes <= self._most_prompt_bytes
+        # where there are states beside keys and values, these alone are nothing to go on from
         return fits and not rows.alone and self._may_evict(sequence)
 
     def _may_evict(self, sequence: Sequence) -> bool:
@@ -366,8 +377,8 @@ class Conversations:
         return (rows_to_read(sequence.policy) or 1) if self._may_evict(sequence) else 1
 
     def _known(self, sequence: Sequence, least: int) -> tuple[KeptConversation, PromptKV] | None:
-        """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and these; at
-        least ``least``.
+        """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and the keys and
+        values of these; ``None`` if all share fewer than ``least``. Drop kept prompts of other weights.
         """
         if not _may_resume(sequence):
             return None
@@ -385,17 +396,20 @@ class Conversations:
         return None if best is None else (best[0], best[1].first(best[2]))
 
     def _best(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int, LeftOut | None] | None:
-        """Return the conversation from which a prompt has least to read, the tokens of its memory that serve, and what
-        the client has left out of it. Note why a memory of which messages were left out does not serve.
+        """Return the conversation from which a prompt has least to read, how many tokens of its memory serve, and what
+        the client has left out of it (``None``: nothing); ``None`` without one. Note why a memory of which messages
+        were left out does not serve.
         """
         best = self._longest(sequence, least)
         most = least - 1 if best is None else best[1]
+        # a memory from which messages were left out, if it leaves even less to read
         shorter = max(self._shorter(sequence, most), key=lambda found: found[1].shared, default=None)
         if shorter is not None:
             entry, found = shorter
             if not (why := self._against(sequence, entry, found)):
                 return entry, found.tokens, found
             self._note_reason(sequence, why)
+        # no memory serves to its end, although the chat goes on from the messages of one: they became other tokens
         elif (best is None or best[1] < len(best[0].past.ids)) and any(
             self._missing(sequence, entry) for entry in self._entries.values()
         ):
@@ -456,10 +470,12 @@ class Conversations:
         return missing_messages(entry.past.messages, sequence.request.noted_messages)
 
     def _longest(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int] | None:
-        """Return the conversation from which a prompt has least to read, and the tokens that it need not read."""
+        """Return the conversation of the same reader and pins whose memory serves for most tokens of a prompt, and how
+        many these are; ``None`` if all serve for fewer than ``least``.
+        """
         reader, best = Reader.of(sequence), None
         rules: dict[str, Any] = {"for_later": reader.asks_later, "to_read": self._to_read(sequence)}
-        for entry in reversed(self._entries.values()):
+        for entry in reversed(self._entries.values()):  # of equally long ones the last used is taken
             if entry.reader != reader:
                 continue
             tokens = usable_tokens(entry.past, sequence.prompt, self._mode, sequence.drops, **rules)
@@ -495,10 +511,12 @@ class Conversations:
             return None
 
     def _keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Keep a memory, see `keep`."""
+        """Keep the memory of a finished request in a new session, or in that of an earlier turn for which it serves as
+        well. Return the write that must end first; ``None`` if there is none, or the memory is not worth keeping.
+        """
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
-        longer = (*past.ids, *past.pending, 0)
+        longer = (*past.ids, *past.pending, 0)  # the shortest prompt of a next turn, whatever its last token is
         useful = usable_tokens(past, longer, self._mode, past.drops, for_later=reader.asks_later)
         fingerprint = self._host.admission.fingerprint(*reader.settled)
         prompt = self._prompt_of(sequence, past, fingerprint)
@@ -509,6 +527,7 @@ class Conversations:
             self._touch(same)
             return None
         replaced = self._replaced(past, mates)
+        # one of them gets the memory, and the others are forgotten once it is kept
         target = replaced.pop() if replaced else self._made(sequence, reader)
         if target is None:
             return None
@@ -545,7 +564,7 @@ class Conversations:
                 continue
             # what was dropped from a conversation is gone for its earlier turns, too: one memory is enough
             before = entry.past.drops
-            drops = past.drops != before == past.drops[: len(before)]
+            drops = past.drops != before == past.drops[: len(before)]  # more than before, and the same ones first
             cut = past.shortest is not None and past.shortest <= shared and past.drops == before
             same = (cut or drops) and self._says(past.ids[shared:], entry.past.ids[shared:])
             # such a memory itself serves no other question, only its prompt did
@@ -559,6 +578,7 @@ class Conversations:
         """Return whether tokens begin with the text of others: an answer's text may become other tokens than it was."""
         if not beginning:
             return True
+        # more tokens than the beginning has: the same text may take more of them
         text, wanted = (self._host.admission.text_of(part[: 2 * len(beginning) + 8]) for part in (ids, beginning))
         return bool(wanted) and text.startswith(wanted)
 
@@ -610,6 +630,7 @@ class Conversations:
 
     def _added(self, name: str, reader: Reader, state: State, seed: int) -> Session:
         """Return a new session, of which nothing is kept once it is closed."""
+        # weak, since the session is held here: an engine that nobody holds is freed without the collector of cycles
         note, on_close = _note(reader, name), weakref.WeakMethod(self._closed)
 
         def closed(session: Session) -> None:
@@ -632,7 +653,7 @@ class Conversations:
         said = sequence.tail.text if sequence.tail else ""
         answered = (*messages, {"role": "assistant", "content": said}) if messages else ()
         shortest, drops = contents.shortest(self._rows().windows, dropped(sequence.drops)), sequence.drops
-        if shortest is not None and drops:
+        if shortest is not None and drops:  # what was dropped does not come back
             shortest = max(shortest, drops[-1].after)
         history = ConversationHistory(ids[:n], tuple(ids[n:]), answered, shortest=shortest, drops=drops)
         return history.held_in(contents)
@@ -653,6 +674,7 @@ class Conversations:
             reader = Reader(*found, settled, number if settled.policy.stochastic else 0)
             state = State(past, kept)
             session = self._added(kept.name, reader, state, number)
+            # files do not note where the last prompt ended
             entry = KeptConversation(session, reader, used=about.written, prompt_tokens=len(past.ids))
             self._entries[kept.name] = entry
         self.expire()
@@ -724,6 +746,7 @@ _NOTE = "conversation"
 
 
 def _note(reader: Reader, name: str) -> dict[str, Any]:
+    """Return what the file of a conversation notes of its reader, and of its own name."""
     return {_NOTE: {"owner": reader.owner, "salt": reader.salt, "name": name}}
 
 

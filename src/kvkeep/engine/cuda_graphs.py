@@ -38,7 +38,7 @@ WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and libraries allocate their workspaces."""
 
 MOST_REFUSED = 64
-"""Number of policies whose refusal is remembered."""
+"""Number of policies whose refusal is remembered; requests may name any number of them."""
 
 _Run = Callable[[], Tensor]
 
@@ -177,7 +177,7 @@ class _Step:
 
     def forward(self) -> Float[Tensor, "size V"]:
         """Run the step unrecorded on the inputs as they are, and return the logits."""
-        self._real.copy_(self._inputs[2])
+        self._real.copy_(self._inputs[2])  # a mask is boolean; so one transfer from the host brings everything
         out = self._model(
             input_ids=self._inputs[0],
             position_ids=self._inputs[1],
@@ -199,6 +199,7 @@ class _Step:
                 self.forward()
         before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may use the device meanwhile
         with (
             torch.cuda.stream(before),  # a capture that fails stays on its stream
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),

@@ -112,8 +112,7 @@ class StopText:
         undecided = [search.read(piece) for search in self._searches]
         self._stopped = any(search.found for search in self._searches)
         if self._stopped:
-            # the stop text that ended first wins, so that the result does not depend on how the text was cut into
-            # pieces
+            # of stop texts that end within one piece, the one that begins first is taken
             first = max((search for search in self._searches if search.found), key=lambda search: search.since)
             undecided = [first.since - (first.length if self._keeps else 0)]
         return self._release(self._n_held - max(undecided, default=0))
@@ -161,7 +160,7 @@ class _Search:
             self._matched = _longer(self._wanted, self._shorter, self._matched, character)
             if self._matched == len(self._wanted):
                 self.found, self.since = True, len(self._wanted) + len(piece) - at
-                break
+                break  # the text ends here, so the rest of the piece is of no use
         return self._matched
 
 
@@ -192,7 +191,7 @@ _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
 }
-"""The characters in which vocabularies of byte-level BPE write bytes."""
+"""The characters in which vocabularies of byte-level BPE write bytes: as GPT-2 does, printable ones as themselves."""
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """A token of one byte, as vocabularies of SentencePiece write it."""
 
@@ -259,7 +258,7 @@ class TokenTexts:
         if isinstance(entry, bytes):
             return entry
         if isinstance(entry, str):
-            if (found := _BYTE.fullmatch(entry)) and alone != entry:
+            if (found := _BYTE.fullmatch(entry)) and alone != entry:  # else it is the text <0x41> itself
                 return bytes.fromhex(found[1])
             if _REPLACEMENT in alone and all(character in _BYTE_LEVEL for character in entry):
                 return bytes(_BYTE_LEVEL[character] for character in entry)
@@ -301,6 +300,7 @@ class TokenSpans:
         left_out = [not self._special and self._texts.is_special(token) for token in group]
         spelled = [token for token, out in zip(group, left_out, strict=True) if not out]
         parts, found = iter(self._parts(spelled, piece)), []
+        # for `start`: it counts a character once all of its bytes have come
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         start, self._length = self._length, self._length + len(piece)
         for token, out in zip(group, left_out, strict=True):
@@ -309,6 +309,7 @@ class TokenSpans:
                 continue
             part = next(parts)
             found.append(TextToken(part.decode("utf-8", "replace"), part, start))
+            # the text may have one U+FFFD for several broken bytes, see `_alike`
             start = min(start + len(reader.decode(part)), self._length)
         return found
 

@@ -175,7 +175,7 @@ class Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is None or isinstance(error, GeneratorExit):
+        if error is None or isinstance(error, GeneratorExit):  # a generator that is closed has not failed
             return False
         self._recover(error, self._touched())
         return isinstance(error, Exception)
@@ -292,7 +292,8 @@ class Dispatcher:
             self._thread = thread
 
     def deliver(self, event: Event) -> bool:
-        """Put an event into the box of its request; return ``False`` if nobody listens to it.
+        """Put an event into the box of its request, and after the last one forget the box; return ``False`` if nobody
+        listens to it.
 
         The caller holds the lock.
         """
@@ -358,6 +359,7 @@ class Dispatcher:
         box, more = ThreadBox(), True
         try:
             while more or box.open:
+                # one of them at least runs, also where others leave no room
                 while more and (not box.open or has_room()):
                     if more := (request := next(source, _END)) is not _END:
                         add(request, box)
@@ -403,7 +405,7 @@ class Dispatcher:
                     step()
                 except BaseException as error:
                     for box in set(self._boxes.values()):
-                        self.leave(box)
+                        self.leave(box)  # its requests are cancelled at the next `sweep`, or the loop would not end
                         self._put(box, error)
                 finally:
                     self._serves = False
@@ -448,7 +450,7 @@ class _Post:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
+        self._loop = weakref.ref(loop)  # `_posts` holds this post for as long as there is the loop
         self._bag: deque[tuple[LoopBox, Event | BaseException]] = deque()
         self._called = False
 

@@ -54,6 +54,7 @@ def _first_owners(several: Sequence[Spans]) -> list[list[Span]]:
     """Divide the positions of several spans among them: each goes to the first one that has it."""
     starts = sorted((start, owner, stop) for owner, own in enumerate(several) for start, stop in own)
     bounds = sorted({bound for own in several for span in own for bound in span})
+    # between two bounds nothing changes; of the spans that are open there, the heap has the first owner's on top
     found, here, coming = [list[Span]() for _ in several], list[tuple[int, int]](), 0
     for first, last in pairwise(bounds):
         while coming < len(starts) and starts[coming][0] == first:
@@ -78,7 +79,7 @@ def due(drops: Iterable[Drop], tokens: int) -> Spans:
 
 def most_held(drops: Sequence[Drop], tokens: int) -> int:
     """Return the most tokens that a memory holds at once while so many are read, if nothing is evicted."""
-    stops = [*(drop.after for drop in drops), tokens]
+    stops = [*(drop.after for drop in drops), tokens]  # a memory is fullest just before a drop, or at the end
     before = accumulate((count(drop.spans) for drop in drops), initial=0)
     return max(stop - gone for stop, gone in zip(stops, before, strict=True))
 
@@ -170,6 +171,7 @@ def left_out(before: Sequence[Told], prompt: Sequence[Told]) -> LeftOut | None:
     if len(before) < 2 or len(prompt) < 2 or before[0].ids != prompt[0].ids:
         return None
     *others, answer = before
+    # the last answer is one of the messages that are found in order, or the one behind them
     there = 1 + _in_order([message.ids for message in others[1:]], [message.ids for message in prompt[1:]])
     answers = prompt[1 : there + 1]
     shared = [_shared(answer.ids, message.ids) for message in answers]
@@ -187,6 +189,7 @@ def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Map
     in order; ``None`` if it does not.
     """
     known, said = ([(message["role"], message["content"]) for message in part] for part in (before, messages))
+    # the two at the end are the conversation's last message and one that goes on from it
     there = _in_order(known[:-1], said[:-2])
     number = next((n for n in reversed(range(there + 1)) if known and said[n : n + 1] == known[-1:]), None)
     return None if number is None else len(known) - 1 - number

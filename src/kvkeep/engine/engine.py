@@ -210,6 +210,7 @@ class Engine:
         banned = BannedTokens.of(self.model.generation_config, vocabulary)
         self._sampler = Sampler(None if alone else together, banned if any(banned) else None)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
+        # a recorded step has rows of generated tokens only
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()
         self._sequences: dict[int, Sequence] = {}
@@ -219,6 +220,7 @@ class Engine:
         self._sessions = Sessions(SessionStore(session_memory, session_dir))
         # memory of an engine that nobody holds is freed at once, without the collector of cycles
         me = weakref.proxy(self)
+        # kept prompts lie in main memory, of which sessions may take no more
         prompt_bytes = conversation_memory if session_memory is None else min(conversation_memory, session_memory)
         self._conversations = Conversations(
             self._sessions,
@@ -256,6 +258,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Return whether fewer requests wait than can soon run, so that more may be added."""
+        # there may be no rows after a failed change of them, which the next request makes again
         return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
     @property
@@ -266,6 +269,7 @@ class Engine:
     @property
     def n_waiting(self) -> int:
         """Return the number of requests that have not had a row yet."""
+        # a copy, since a thread that steps changes the mapping meanwhile
         return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._sequences.values()))
 
     @property
@@ -379,7 +383,7 @@ class Engine:
                 self._sessions.close()
             self._closed = True
             self._give_back()
-        self._dispatcher.wait()
+        self._dispatcher.wait()  # without the lock, which the thread that steps needs to see that nobody listens
 
     def __enter__(self) -> Engine:
         return self
@@ -529,7 +533,10 @@ class Engine:
         yield from self._dispatcher.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
     def _add(self, asked: Asked, sampling: SamplingParams | None, box: Box | None = None) -> int:
-        """Check a request and queue it. Return its number."""
+        """Check a request, and queue it for a row or behind a request that reads the same prompt. Return its number.
+
+        Nothing is queued if the listener has left meanwhile.
+        """
         request = request_of(asked, sampling)
         if request.structured_outputs is not None:
             self._admission.grammars.constraint(request)  # compiled outside of the lock, since it may take seconds
@@ -586,7 +593,7 @@ class Engine:
                 with Guard(self._recover, partial(getattr, run, "requests")):
                     logits = self._runner.run(run, self._kv)
                     self._sample(run, logits)
-                self._dispatcher.wake()
+                self._dispatcher.wake()  # the listeners of this run need not wait for the next one
             self._settle(wait=0.0 if runs else _A_MOMENT)
             # requests whose listeners have gone while the step ran
             self._dispatcher.sweep(self.cancel)
@@ -620,6 +627,7 @@ class Engine:
         If all rows are free and the next policy needs other ones, replace them first.
         """
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._kv.policy):
+            # a failure ends the requests that wait for these rows, so the loop comes to others
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
                 self._runner.forget()  # recorded steps and staged copies hold the memory that the new rows need
                 if self._swapper is not None:

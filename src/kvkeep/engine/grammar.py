@@ -29,6 +29,7 @@ from kvkeep.models.sandbox import SandboxProcess
 # The tokens that may come next in an answer of a given form: a state per request, and a mask over all rows.
 
 _BITS = 32
+"""Tokens of one word of a mask."""
 TOO_COMPLEX = "The grammar of the answer became too complex"
 _NO_TOKEN = "NoExtensionBias"
 """The grammar engine's word for a place from which no text leads to an end."""
@@ -91,7 +92,7 @@ def failure(error: str) -> str:
     """Return the message for a request whose grammar can go on with no token, from the grammar engine's own error."""
     if _NO_TOKEN in error:
         return f"The form of the answer has {_ENDLESS}."
-    why = " ".join(error.partition("<state>")[0].split())
+    why = " ".join(error.partition("<state>")[0].split())  # behind that stands the grammar engine's own state
     return f"{TOO_COMPLEX} ({why:.100}). Use a simpler one."
 
 
@@ -105,7 +106,7 @@ def masked(logits: Float[Tensor, "n V"], constraints: Sequence[Constraint | None
     bound = [(i, constraint) for i, constraint in enumerate(constraints) if constraint is not None]
     if not bound:
         return logits
-    V = logits.shape[-1]
+    V = logits.shape[-1]  # words are whole, and the tokenizer may have more tokens than the model
     words = torch.zeros(len(bound), -(-bound[0][1].vocabulary // _BITS), dtype=torch.int32)
     for row, (_, constraint) in zip(words, bound, strict=True):
         constraint.fill(row)
@@ -129,18 +130,21 @@ def _bit(token: int) -> int:
 
 TIMEOUT_S = 5.0
 MEMORY_BYTES = 2**27
+"""What a new grammar may take to compile, in the process that tries it; then it is refused."""
 MOST = 32
 """Grammars that are kept."""
 MOST_WAITING = 8
 """New grammars that may wait to be compiled."""
 
 _START_S = 60.0
+"""Seconds in which that process must have read the tokenizer."""
 _HIDDEN = "\U0010fffd"
 """Stands around the number of a special token in place of its text; no text has this character."""
 _QUOTED = r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*'
 """A text, a regular expression or a comment of a grammar."""
 _WITH_RULES = ("grammar", "lark")
 _LONGEST = 160
+"""Characters of the grammar engine's error that a message has."""
 _MOST_TRIED = 200
 """Grammars that one process tries, since its memory fills up."""
 _STATES = 50_000
@@ -169,12 +173,13 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, ends: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(sorted(ends))
         self._found: OrderedDict[Structure, Any] = OrderedDict()
+        # two, so that kept grammars are found while another one compiles
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._waiting = 0
         self._known: Any = None
         self._worker = SandboxProcess(Path(__file__).with_name("grammar_probe.py"), MEMORY_BYTES)
         self._tried = 0
-        weakref.finalize(self, self._worker.end)
+        weakref.finalize(self, self._worker.end)  # an engine that was not closed leaves no process behind
 
     def constraint(self, request: Request) -> Constraint | None:
         """Return the initial state of a request's grammar, compiled if it is new; ``None`` if the request has no
@@ -237,7 +242,11 @@ class Grammars:
                 self._waiting -= 1
 
     def _compile(self, asked: Structure) -> Any:
-        """Return the matcher of a grammar, after it was tried in the other process."""
+        """Return the matcher of a grammar, compiled here after it was tried in the other process.
+
+        Raises:
+            FormError: see `constraint`.
+        """
         known = self._tokens()
         import llguidance
 
@@ -276,6 +285,7 @@ class Grammars:
         """
         backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
         ends = self._ends or (getattr(self._tokenizer, "eos_token_id", None),)
+        # a model may have spare tokens, and a tokenizer more than the model
         size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
         return without_special_texts(backend.to_str()), size, [token for token in ends if token is not None]
 
@@ -310,6 +320,7 @@ class Grammars:
         ids = {name: token for token, name in special_texts(self._tokenizer)}
         if asked.kind not in _WITH_RULES or not ids:
             return asked.text
+        # the longest first: one name may begin with another; and names in quotes or comments stay as they are
         names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
         return re.sub(
             rf"{_QUOTED}|(?P<name>{names})",
@@ -358,7 +369,7 @@ def without_special_texts(description: str) -> str:
     model = file["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hidden.get(text, text): token for text, token in model["vocab"].items()}
-    else:
+    else:  # of Unigram
         model["vocab"] = [[hidden.get(text, text), score] for text, score in model["vocab"]]
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
@@ -366,9 +377,10 @@ def without_special_texts(description: str) -> str:
 
 
 def _shown(error: str) -> str:
-    """Return the grammar engine's error shortened to one line."""
+    """Return what is wrong with a grammar in one line, from the grammar engine's own error."""
     if _NO_TOKEN in error:
         return _ENDLESS
+    # lines before it draw the place in the expression, and lines after " 1 |" that in the grammar
     known = re.search(r"regex parse error:.*\nerror: (.+)", error, flags=re.DOTALL)
     line = " ".join((known[1] if known else error.partition("<state>")[0]).split("\n   1 |")[0].split())
     return (line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …").rstrip(".")

@@ -74,7 +74,7 @@ def endless_rule(grammar: str) -> str | None:
     while rule is not None and rule not in seen and (inner := _endless_part(rules[rule], endless)) is not None:
         seen.add(rule)
         rule = inner
-    return rule and rule.partition(_GROUP)[0]
+    return rule and rule.partition(_GROUP)[0]  # a group has no name that its writer knows
 
 
 def _endless_part(alternatives: list[list[_Part]], endless: set[str]) -> str | None:
@@ -126,6 +126,7 @@ def _rules_of(grammar: str) -> _Rules:
         _UnknownSyntaxError: the grammar is written in a way that is not known here.
     """
     rules: _Rules = {}
+    # of the statements only %override defines a rule
     for is_break, line in groupby(_joined(_tokens(grammar)), key=lambda token: token[0] == "line"):
         tokens = list(line)
         if is_break or (tokens[0][0] == "statement" and tokens[0][1] != "%override"):
@@ -137,13 +138,13 @@ def _rules_of(grammar: str) -> _Rules:
             raise _UnknownSyntaxError(name)
         # terminals are regular expressions, which never hold themselves
         if name != name.upper():
-            # before the colon there may be a priority and settings
+            # "!" and "?" in front of a name are no part of it; before the colon there may be a priority and settings
             _read(name.lstrip("!?"), tokens[tokens.index(_COLON) + 1 :], rules)
     return rules
 
 
 def _read(rule: str, body: list[tuple[str, str]], rules: _Rules) -> None:
-    """Add a rule, and its groups, to the rules.
+    """Parse what stands behind the colon of a rule, and add the rule, and each group in it, to ``rules``.
 
     Raises:
         _UnknownSyntaxError: its brackets do not fit, or something is repeated that does not exist.
@@ -164,13 +165,14 @@ def _read(rule: str, body: list[tuple[str, str]], rules: _Rules) -> None:
         elif text == "|":
             rules[inside[-1]].append([])
         elif kind == "times" and parts:
+            # the first number is the least; with none, as in * and ?, the part may be missing
             least = re.search(r"-?\d+", text.partition(",")[0])
             parts[-1].needed &= text == "+" or (least is not None and int(least[0]) > 0)
         elif kind == "text":
             parts.append(_Part(""))
         elif kind == "endless":
             group = f"{rule}{_GROUP}{len(rules)}"
-            rules[group] = []
+            rules[group] = []  # without an alternative nothing ends it
             parts.append(_Part(group))
         else:
             raise _UnknownSyntaxError(text)

@@ -123,7 +123,7 @@ COPIES = 2
 """Most copies of rows that lie on the device: one that leaves, and one that comes."""
 
 _ALIGNED = 64
-"""Tensors begin at multiples of so many bytes."""
+"""Storages begin at multiples of so many bytes, so that a view of any dtype can begin there."""
 
 _PAGE = 4096
 """Bytes of the smallest block of pinned memory."""
@@ -308,7 +308,7 @@ class Staging:
         """Start copying a row into pinned main memory. Return ``None`` if the copy must block instead: the device has
         no room, or the layers are on several devices.
         """
-        self.settle(wait=True)
+        self.settle(wait=True)  # one copy leaves at a time
         if not self._fits(bound(memory.allocated_bytes)):
             return None
         layout = _Layout(contents := rows.take(row, None))
@@ -337,6 +337,7 @@ class Staging:
         if pinned is None or pinned.staged or pinned.stays:
             return False
         try:
+            # one copy comes at a time, also if its sequence has gone meanwhile
             if not self._fits(pinned.device_bytes) or not (self._arrived is None or self._arrived.query()):
                 return False
             self._coming = weakref.ref(pinned)

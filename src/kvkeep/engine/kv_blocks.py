@@ -70,6 +70,7 @@ class Stack:
         """Yield each layer's number, and a copy of the sums of attention mass that one row has lost there by
         eviction.
         """
+        # four sums for each head; a joint block has the heads of all layers in one row
         return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
 
 
@@ -137,7 +138,7 @@ class Blocks:
 
     def _transform_keys(self, rows: slice) -> None:
         """Set what is done to the keys of empty rows before they are coded."""
-        for block, transform in zip(self._blocks, self._transforms, strict=False):
+        for block, transform in zip(self._blocks, self._transforms, strict=False):  # there may be none at all
             block.transform_keys(transform, rows)
 
     def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
@@ -162,6 +163,7 @@ class Blocks:
         """Allocate empty slots for ``count`` rows of a stack's layers, on their own device by default."""
         policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
         rows = count if policy.shares_layers else count * len(layers)
+        # shapes, dtype and device are all that is asked of them, so nothing is allocated here
         keys, values = (x[:, :, :1].to(device).expand(rows, -1, -1, -1) for x in (like.keys, like.values))
         given: dict[str, Any] = {
             "numbers": [budget],
@@ -172,6 +174,7 @@ class Blocks:
         }
         if policy.shares_layers:
             return JointBlock(keys, values, layers=len(layers), **given)
+        # where heads of all processes share a budget, most of it may come to those of this one
         block = Block(keys, values, room=self._among.ranks if policy.spreads else 1, **given)
         reach(block, policy, [budget], self._among)
         return block
@@ -209,6 +212,7 @@ class Blocks:
 
     def pin(self, row: int, pins: Spans) -> None:
         """Protect spans of positions in a row from eviction; do nothing without spans."""
+        # a row with more spans than any before it needs a wider table
         if pins and sum(pin_row(stack.block, stack.of(row), pins) for stack in self._stacks):
             self.version += 1
             self._divide()
@@ -228,6 +232,7 @@ class Blocks:
                     each = [[head_budget for layer in per_layer for head_budget in layer]]
                 block.budget[rows] = block.budget.new_tensor(each)
                 if isinstance(block.store, PooledStore):
+                    # a head holds one token more than its budget until a step has evicted
                     block.store.divide(block.budget[rows] + 1, rows)
 
     def take(self, row: int, policy: Policy, device: torch.device | None) -> tuple[RowCopy, ...]:
@@ -238,7 +243,7 @@ class Blocks:
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
             mine = stack.under(policy)
-            if stack.is_pool:
+            if stack.is_pool:  # heads lie at places of their own, so the layers are copied one by one
                 found |= {layer: take_row(block, row, device) for layer, block in mine.parts()}
             else:
                 found |= zip(stack.layers, take_rows(mine.block, stack.of(row), device), strict=True)

@@ -238,6 +238,7 @@ class KVManager:
         policy = self.policy if policy is None else policy
         held = contents.layers[0].pins if contents is not None and contents.layers else ()
         pins = spans((*held, *pins))
+        # see `Owner`: a single span from the first position on is one that kernels can protect
         lead = pins[0][1] if policy.evicts and len(pins) == 1 and pins[0][0] == 0 else 0
         if keeps_share(policy):
             lead = prompt_tokens if end(pins) <= prompt_tokens else 0
@@ -280,7 +281,7 @@ class KVManager:
     @inference
     def end(self, row: int) -> None:
         """Empty a row and remove its owner, so that the row may be part of a run under any policy."""
-        if (own := self._own[row]) is not None:
+        if (own := self._own[row]) is not None:  # a part that is remembered would keep the states alive
             self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
         self._owners[row] = self._own[row] = None
         self._blocks.clear(row)
@@ -400,7 +401,14 @@ class KVManager:
         watch: Watch | None = None,
         readings: Sequence[PromptReading | None] = (),
     ) -> PhasedCache:
-        """Return a cache for the model over some segments of rows, in all layers."""
+        """Return a new cache for the model over some segments of rows, in all layers.
+
+        Args:
+            parts: the segments.
+            columns: 0 if the rows begin their prompts, and 1 if their slots hold tokens; see `Layer.over`.
+            watch: see `part`.
+            readings: see `part`.
+        """
         # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}

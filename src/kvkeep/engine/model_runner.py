@@ -72,7 +72,7 @@ class Joined:
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length
             mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
-            with reading(part.lengths):
+            with reading(part.lengths):  # the whole run has the lengths of all batches
                 out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
             done.append(out.transpose(0, 1).flatten(1, 2)[None])
             start = stop
@@ -127,6 +127,7 @@ class ModelRunner:
                 "model.generate with a BoundedCache."
             )
         keeps = known.get("logits_to_keep")
+        # tokens are padded in front, so the last logits of a row are those of its last token
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
         # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
@@ -141,6 +142,7 @@ class ModelRunner:
         """
         if self._named is not None:
             return self._named.check()
+        # adapters that kvkeep has not loaded: there is nothing but their state to compare
         here, before = adapters(self._model), self._adapters
         self._adapters = here
         return here == before
@@ -197,6 +199,7 @@ class ModelRunner:
         ids = torch.cat([batch.ids.flatten() for batch in given])
         positions = torch.cat([batch.positions.flatten() for batch in given])
         lengths = torch.cat([batch.lengths.flatten() for batch in given])
+        # no mask of real tokens: each part has its own
         together, ends = _Input(ids[None], positions[None], None, lengths[None]), _last_tokens(parts, ids.device)
         if self._keeps_any and not scored:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
@@ -247,6 +250,7 @@ class _Input(NamedTuple):
         for first, tokens in zip(batch.positions, batch.tokens, strict=True):
             pad = T - len(tokens)
             ids.append([0] * pad + list(tokens))
+            # padding has no position, and 0 is one that every model has
             positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)

@@ -90,6 +90,7 @@ class Passages:
         if not starts:
             raise InputError(f"a text of {len(ids)} tokens has no two passages of {CUE + TOLD}")
         between = writer.checkpoint.tokenizer.encode(SEPARATOR, add_special_tokens=False)
+        # + 1: the check leaves out the last token, which is not read where a text is generated
         check_length(writer.checkpoint, len(ids), len(between) + CUE + TOLD + 1)
         self._between = torch.tensor(between, dtype=torch.long)
         self._ids = torch.tensor([ids[start : start + CUE + TOLD] for start in starts])
@@ -126,7 +127,7 @@ class Passages:
         # the error of a ratio of sums over a sample
         left, n = gain - share * self._gain, len(gain)
         error = float(left.square().sum().mul(n / (n - 1)).sqrt() / self._gain.sum())
-        return Fidelity(min(1.0, max(0.0, share)), error, n)
+        return Fidelity(min(1.0, max(0.0, share)), error, n)  # by chance a sample may leave the range
 
     @torch.inference_mode()
     def _told(self, pieces: Sequence[Int[Tensor, "*_"]], cache: BoundedCache | None = None) -> Float[Tensor, " n"]:
@@ -145,6 +146,7 @@ class Passages:
                 **({"use_cache": False} if cache is None else {**handed(self._model, cache), "use_cache": True}),
                 **({"logits_to_keep": TOLD + 1} if takes else {}),
             ).logits
+        # logits tell the next token, so the last ones are of no use
         logp = logits[:, -TOLD - 1 : -1].float().log_softmax(dim=-1)
         return logp.gather(-1, ids[:, -TOLD:, None])[..., 0].mean(dim=1).double().cpu()
 

@@ -154,13 +154,14 @@ def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
 
 def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
     """Put a request into its row: with its swapped-out memory, the memory that it continues, a stored prefix, or
-    nothing.
+    nothing. Tokens that are due to be dropped are left out; those that need not be read count as read.
     """
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
     sequence.start()
     if contents is not None and (gone := due(sequence.drops, contents.seen)):
         contents = contents.without(gone)
+    # a memory that was swapped out has the beginning already
     known = sequence.reading.known if sequence.reading is not None and hosted is None else 0
     rows.begin(
         row,

@@ -149,7 +149,9 @@ class ConversationHistory:
 
     @property
     def note(self) -> dict[str, Any]:
-        """Return pending tokens, messages and opening as a mapping for a snapshot's note."""
+        """Return what a snapshot notes beside its tokens, as a mapping for JSON: pending tokens and messages, and of
+        the other fields those that are set. Pins and budgets are not among them, since the memory has them.
+        """
         found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
         found |= {} if self.shortest is None else {"shortest": self.shortest}
         found |= {"drops": [[drop.after, list(map(list, drop.spans))] for drop in self.drops]} if self.drops else {}
@@ -241,7 +243,7 @@ class PromptEncoder:
         return before[: self._kept(past)] + ids
 
     def _kept(self, past: ConversationHistory) -> int:
-        """Return how many tokens of a history stay when messages follow."""
+        """Return how many tokens of a history stay when messages follow: all but an end token that was not read."""
         n = len(past.ids) + len(past.pending)
         # the new ids begin with the end of the last answer, as the template writes it
         ended = past.messages and past.pending and past.pending[-1] in self._ends | self.turn_ends
@@ -258,6 +260,7 @@ class PromptEncoder:
         checkpoint = self._checkpoint(request)
         variables = {**request.chat_template_kwargs, "add_generation_prompt": request.add_generation_prompt}
         try:
+            # the past stays as it was read, so only what the template writes behind the last answer is counted
             if past.messages:
                 mark = unused_mark((*past.messages, *new), "answer")
                 shown = (*past.messages[:-1], {**past.messages[-1], "content": mark}, *new)

@@ -74,7 +74,7 @@ def _with_object(call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(given, str):
         return call
     try:
-        arguments = json.loads(given or "{}")
+        arguments = json.loads(given or "{}")  # some clients send an empty text for no arguments
         # a number that JSON does not have, or half of a character, could not be sent on to the template
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
@@ -173,10 +173,10 @@ def check_name(name: object) -> str:
 
 
 def variables(given: object) -> Mapping[str, Any]:
-    """Return variables of a chat template as a dictionary.
+    """Return variables of a chat template as a new dictionary, after checking their names.
 
     Raises:
-        InputError: they are no mapping from names to values.
+        InputError: they are no mapping from names to values, or one is a field of the request.
     """
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InputError(f'chat_template_kwargs={given!r:.60} is no mapping such as {{"enable_thinking": False}}.')
@@ -680,6 +680,7 @@ def request_of(asked: Any, sampling: SamplingParams | None = None) -> Request:
             f"{asked!r:.80} is a single message, and a request is a text or a whole conversation. Give the list of its "
             "messages, or Request(messages=[...])."
         )
+    # a tensor without an axis is a number, though it has an __iter__
     if isinstance(asked, bytes) or not isinstance(asked, Iterable) or getattr(asked, "ndim", None) == 0:
         raise InputError(
             f"{asked!r:.80} is no text and no kvkeep.Request; give a text, Request(messages=[...]), or token ids as "

@@ -103,7 +103,6 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
     """
     if sequence.used is None:
-        # the counts are written in later steps, in whatever mode these run
         with torch.inference_mode(False):  # written in inference mode and out of it
             sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         sequence.used[torch.tensor(sequence.prompt, device=logits.device)] = True
@@ -117,7 +116,7 @@ def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     tensor, which is updated.
     """
     if sequence.counts is None:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # as in `_used`
             sequence.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
     for token in sequence.token_ids[sequence.counted :]:
         sequence.counts[token] += 1
@@ -138,6 +137,7 @@ def without(
         now += [(i, token) for token in (tokens if sequence.token_ids else tokens | banned.first) if 0 <= token < V]
     always = torch.tensor([token for token in banned.always if 0 <= token < V], dtype=torch.int64, device=logits.device)
     left = logits.index_fill(1, always, -torch.inf)
+    # `view`, since there may be no pairs at all
     rows, last = torch.tensor(now, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(dim=1)
     left = left.index_put((rows, last), logits.new_tensor(-torch.inf))
     formed = torch.tensor([sequence.constraint is not None for sequence in generations], device=logits.device)
@@ -235,13 +235,14 @@ def choose(
         out = torch.arange(V, device=logits.device) >= top_k
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         top_p = column([1.0 if s.top_p is None else s.top_p for s in samplings])
+        # of rows without a top_p, rounding must not take the last tokens
         out |= ((p.cumsum(dim=-1) - p) >= top_p) & (top_p < 1.0)
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         out |= p < column([s.min_p or 0.0 for s in samplings]) * p[:, :1]
         out[:, 0] = False  # the likeliest token stays, even if rounding puts it beyond a limit
         logits = torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(out, -torch.inf))
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
-    u = uniform(0, seeds, steps).double()[:, None]
+    u = uniform(0, seeds, steps).double()[:, None]  # each row has a seed of its own, so the common one is 0
     total = logits.softmax(dim=-1).double().cumsum(dim=-1)
     # float32 probabilities do not sum to 1 exactly; their own sum takes its place
     return (total > u * total[:, -1:]).int().argmax(dim=-1)

@@ -327,4 +327,4 @@ def another_sequence(sequence: int, number: int) -> int:
     """Return a new identity for random numbers, derived from an identity and a number, so that forks and later turns
     draw differently.
     """
-    return (sequence + number * _GOLDEN) % 2**63
+    return (sequence + number * _GOLDEN) % 2**63  # an identity that `Request.sequence` may have

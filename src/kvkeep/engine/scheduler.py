@@ -249,6 +249,7 @@ class Scheduler:
         """Choose a swap: the running sequence whose time slice is longest, and the waiting one that gets its row.
         Return ``None`` if there is no such pair.
 
+        Nothing moves before `exchange`, but the longest waiting request counts as passed over if it does not come.
         Prompts are read to their ends before their rows are given up.
 
         Args:
@@ -338,6 +339,7 @@ class Scheduler:
 
         A step computes every row up to the last running one, so rows whose prompts are still to be read come behind.
         """
+        # a waiting request is about to fill the gap; rows that run alone have none
         if self.waiting or self._alone or None not in self._rows:
             return None
         target = self._rows.index(None)
@@ -404,6 +406,7 @@ class Scheduler:
             return 0
         if self._chunk is None:
             return SHARED_TOKENS
+        # rows that run wait for no more than a chunk at a time
         return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
 
     def _feed(self, most: int) -> list[InputBatch]:
@@ -414,7 +417,7 @@ class Scheduler:
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
             if chosen and sequence.request.adapter != chosen[0].owner.request.adapter:
-                continue
+                continue  # the rows of a run have one adapter
             stop = sequence.readable if self._chunk is None else min(sequence.readable, sequence.fed + self._chunk)
             tokens = sequence.to_read[sequence.fed : stop]
             if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
@@ -528,7 +531,7 @@ class DuplicatePrompts:
             if sequence in waiting:
                 waiting.remove(sequence)
         others = self._waiting.pop(sequence.id, [])
-        key = _key(sequence) if self._readers else None
+        key = _key(sequence) if self._readers else None  # hashing one takes as long as the prompt is
         if self._readers.get(key) is sequence:
             del self._readers[key]
         if not others:

@@ -121,7 +121,7 @@ class _References:
 
 
 _MOST_STEPS = 20_000
-"""Parts of a schema that are looked at."""
+"""Parts of a schema that are looked at; those beyond count as such that end."""
 _DEEPEST = 100
 """Levels of lists and objects; the references of a deeper schema are left to the grammar engine."""
 _PLAIN = ("const", "enum", "default", "examples")
@@ -151,6 +151,7 @@ def _references(schema: Any) -> list[str]:
     found, level = list[str](), [schema]
     for _ in range(_DEEPEST):
         for part in level:
+            # the whole schema, or a JSON pointer into it; "#name" is an anchor
             if isinstance(part, dict) and isinstance(name := part.get("$ref"), str) and name[:2] in ("#", "#/"):
                 found.append(name)
         parts = [part for part in level if isinstance(part, dict | list)]
@@ -162,8 +163,9 @@ def _target(schema: Any, reference: str) -> Any:
     """Return the part of a schema at a JSON pointer such as ``#/$defs/node``; ``None`` if there is none."""
     found: Any = schema
     for step in reference.removeprefix("#").split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        name = unquote(step).replace("~1", "/").replace("~0", "~")  # in this order: "~01" stands for "~1"
         if isinstance(found, list):
+            # Python refuses to read a number of thousands of digits
             found = found[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(found) else None
         else:
             found = found.get(name) if isinstance(found, dict) else None

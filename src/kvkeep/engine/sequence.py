@@ -63,6 +63,7 @@ class RepetitionDetector:
         self._equal = {size: self._equal.get(size, 0) + 1 for size in sizes}
         before.append(position)
         self._length += 1
+        # the first time of a pattern equals nothing before it, and counts as well
         return any(size + equal >= rule.repeated_tokens(size) for size, equal in self._equal.items())
 
 
@@ -218,6 +219,7 @@ class Sequence:
 
     def begin_again(self) -> None:
         """Restart the sequence in an empty row: all of its tokens are to be read again as a prompt."""
+        # the guard has chosen a budget when the prompt was read first
         self.fed, self.read_again, self.levels, self.reading = 0, len(self.token_ids), (), None
         self.status = SequenceStatus.PREFILL
 
@@ -237,7 +239,9 @@ class Sequence:
         return dropped(drop for drop in self.drops if drop.after == self.fed)
 
     def recall(self, prompt: GenericSequence[int], drops: Drops) -> None:
-        """Continue the memory of a prompt that has messages which the client has left out of its own one."""
+        """Replace the prompt by one that has the messages again which the client has left out, and the drops by those
+        with which they leave the memory. What the prompt has grown by is counted as skipped.
+        """
         self.skipped += len(prompt) - len(self.prompt)
         self.request, self.drops, self.borders = self.request.replaced(prompt=tuple(prompt)), drops, None
 
@@ -309,7 +313,7 @@ class Sequence:
             KVKeepError: the request's grammar does not allow the token.
         """
         if self.constraint:
-            self.constraint.take(token_id)
+            self.constraint.take(token_id)  # first, since nothing may have changed if it raises
         read = 0
         if not self.token_ids:
             self.mark("first")
@@ -326,7 +330,7 @@ class Sequence:
             self.finish("length")
         elif repeats and looks:
             self.finish("repetition")
-        if self.status is SequenceStatus.FINISHED and self.tail:
+        if self.status is SequenceStatus.FINISHED and self.tail:  # no further token can decide what is held back
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None
         length = len(self.prompt) - self.skipped

@@ -100,6 +100,8 @@ class SessionMemory:
     def turn(self, asked: Sequence) -> Sequence:
         """Return the sequence of a turn. Its prompt is the session's tokens so far and those of the request.
 
+        The turn's messages are noted for `keep`, so at most one turn may run at a time.
+
         Raises:
             KVKeepError: the engine cannot run it.
         """
@@ -121,7 +123,7 @@ class SessionMemory:
 
     def load(self) -> Contents | None:
         """Return the memory with which a turn begins, after checking that it fits the model as it is now; ``None``
-        before the first turn.
+        before the first turn. Note the fingerprint that `keep` gives to the memory after the turn.
 
         Raises:
             SnapshotError: the memory does not belong to the model as it is now, or its file cannot be read any more.
@@ -325,6 +327,7 @@ class Session:
             KVKeepError: see `send`; or a step failed.
             InputError: the turn was cancelled or failed.
         """
+        # a turn that reads ends without the one token that it asks for
         request = Request(prompt=asked, raw=isinstance(asked, str), sampling=SamplingParams(max_new_tokens=1))
         result = last_result(self._events(request, None, reads=True))
         if result.error or result.finish_reason == "cancelled":
@@ -476,6 +479,7 @@ class Session:
         Raises:
             SnapshotError: the memory cannot be written. The session stays open and loses nothing.
         """
+        # written without the lock, so that others go on meanwhile
         if not (delete or self._memory.is_written):
             with Uninterrupted(), self._host.dispatcher.turn:
                 self._cancel()
@@ -497,7 +501,7 @@ class Session:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Close the session without its memory."""
+        """Close the session, forget its memory without writing it, and tell ``on_close``."""
         self._store.give_up(self._state.kept)
         self._closed, self._memory.state = True, State(ConversationHistory())
         if self._on_close is not None:
@@ -532,7 +536,7 @@ class Session:
         """Cancel the running turn and all waiting ones. Turns that only wait for the disk are finished first."""
         self._host.settle()
         waiting, self._queue = self._queue, deque()
-        for sequence in (*waiting, *filter(None, (self._running,))):
+        for sequence in (*waiting, *filter(None, (self._running,))):  # the running one last: its end starts the next
             self._host.cancel(sequence.id)
 
     def _check_open(self) -> None:
@@ -558,6 +562,7 @@ class Session:
             self._host.admission.grammars.constraint(request)  # compiled outside of the lock: it may take seconds
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
+            # its prompt and its ends are known when it is its turn, see `SessionMemory.turn`
             sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())
             sequence.reads, sequence.left = reads, self._left
             if box.left:
@@ -819,7 +824,7 @@ def _agreed(
         InputError: the session has another policy, budget or adapter.
     """
     adapter = session.adapter if adapter is None else adapter
-    if keep_prompt is None and policy is None:
+    if keep_prompt is None and policy is None:  # the session's own, and not the engine's
         keep_prompt = False if session.policy.keep_prompt is None else session.policy.keep_prompt
     asked = host.admission.settle(
         *(session.policy if policy is None else policy, budget or session.budget),

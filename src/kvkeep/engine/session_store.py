@@ -26,6 +26,7 @@ from kvkeep.snapshot.snapshot import Pending, Snapshot, SnapshotAbout, Writing, 
 # The folder of an engine's idle sessions: a file for each memory, whole or not there at all.
 
 SUFFIX = ".kvkeep"
+# names of sessions do not begin with a dot
 _UNNAMED = ".unnamed-{}" + SUFFIX
 _NEW = ".{}" + SUFFIX + ".{}.new"
 
@@ -60,7 +61,7 @@ class SnapshotFolder:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all snapshot files."""
+        """Return the bytes of all snapshot files, temporary ones included."""
         total = 0
         for path in self.path.glob(f"*{SUFFIX}*"):
             with suppress(OSError):  # removed meanwhile
@@ -284,7 +285,7 @@ class SessionStore:
         """Begin to write a memory to the disk, and return the move for `wrote`; ``None`` if no write is needed."""
         if self.is_written(kept):
             return None
-        if kept.path is not None:
+        if kept.path is not None:  # somebody has deleted the file
             kept.path = kept.spare = None
         return self._move([kept])
 

@@ -83,7 +83,7 @@ class Swapper:
             with self.timed(), guarded(swap.coming):
                 with guarded(swap.leaving):
                     self.leave(swap, scheduler, rows)
-                if swap.coming.row is not None:
+                if swap.coming.row is not None:  # else the leaving one could not be copied, and stays
                     begin(swap.coming, swap.row, rows, prefixes)
         if self.staging is not None:
             self._prefetch(self.staging, scheduler, rows)

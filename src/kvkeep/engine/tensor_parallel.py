@@ -94,6 +94,7 @@ class EngineAgreement:
         self._known = [_known(sequence, before.get(sequence.id)) for sequence in live]
         parts = (part for request in self._known for part in (request.digest, request.reached))
         told = (repr(self._settings).encode(), *parts)
+        # 8 bytes with a sign, since processes compare it as an int64
         return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
 
     def _requests(self) -> dict[int, Description]:

@@ -73,6 +73,7 @@ def make_app(
     _add_generation(app, GenerateRoutes(served, queue, sessions, settings), responses)
     _add_sessions(app, SessionRoutes(served, sessions, settings))
     _add_info(app, InfoRoutes(served, queue, settings), metrics)
+    # for whoever runs the application, drains its queue, and asks what it holds
     app.state.queue, app.state.sessions, app.state.responses, app.state.limits = queue, sessions, responses, limits
     if settings.page:
         add_page(app)

@@ -135,6 +135,7 @@ class _UsageSoFar:
     """
 
     def __init__(self, parsed: ParsedRequest) -> None:
+        # below 0, since the prompt of a turn comes under the number of its request
         self._prompts = {-place: len(ids) for place, ids in enumerate(parsed.prompts, 1)}
         self._is_turn, self._new = not parsed.prompts, 0
 
@@ -207,7 +208,7 @@ async def _memories(parsed: ParsedRequest, results: Sequence[Result], served: Se
 
     A text that ended without a row has ``None``.
     """
-    if not parsed.requests[0].return_memory:
+    if not parsed.requests[0].return_memory:  # all requests of a body have the same options
         return {}
     held = [(result.memory, result.budget) for result in results]
     return {"memory": await in_thread(lambda: [memory and served.shown(memory, budget) for memory, budget in held])}
@@ -231,7 +232,7 @@ class GenerateRoutes:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation, or the next turn of a session if the body names one."""
         body = await body_of(request, ChatBody, self._settings)
-        self._settings.adapter_of(body.model)
+        self._settings.adapter_of(body.model)  # refuses a model that does not run, before anything else is looked at
         if (name := body.session_id) is None:
             owner = owner_of(request)
             parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings, owner))
@@ -323,6 +324,7 @@ class GenerateRoutes:
         """Return the text of each request's prompt; an empty list unless the body asks for echoes."""
         if not parsed.echo:
             return []
+        # a prompt that was cut is shown as it was read
         texts = [
             prompt if isinstance(prompt, str) and parsed.parameters.truncate is None else self._served.text_of(ids)
             for prompt, ids in zip(parsed.parameters.prompts, parsed.prompts, strict=True)

@@ -124,6 +124,7 @@ class InfoRoutes:
             given = body.model_dump(exclude={"model", "prompt"}, exclude_none=True)
             parsed = openai.read(CHAT, given, use=self._served.tool_use)
             (messages,) = parsed.prompts
+            # unbounded: a text that is too long to be answered may be counted all the same
             ids = self._served.encode(messages, tools=parsed.described, bounded=False, template=parsed.template)
             return ids, parsed.unread(self._served.reads)
         if not body.prompt:

@@ -49,6 +49,7 @@ def message_drops(parameters: ParsedBody, body: Generating, served: MessageFinde
     total = len(body.messages or ())
     moves: bool | None = body.reposition if isinstance(body.reposition, bool) else None
     if isinstance(body.reposition, list) and body.reposition:
+        # a list of messages asks that they move up, whichever these are, but each must exist
         moves = bool([_place(place, total, "reposition") for place in body.reposition])
     asked = _asked(body.drop_message, total)
     if not asked:

@@ -133,7 +133,7 @@ class Metrics:
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         """Yield the current metrics as name, meaning and value."""
-        engine, rows = self._engine, max(1, self._engine.rows)
+        engine, rows = self._engine, max(1, self._engine.rows)  # a closed engine has none
         running, waiting = engine.n_running, engine.n_waiting
         yield "vllm:num_requests_running", "Requests that have a row.", running
         yield "vllm:num_requests_waiting", "Requests that wait for a row.", waiting

@@ -130,6 +130,7 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
     origin, allowed = headers.get("origin"), "*" in origins
     if allowed or (origin is not None and origin in origins):
         return
+    # a link on another site may open the chat page itself
     opens = scope["method"] == "GET" and scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"
     foreign = origin is not None and not _same_origin(origin, headers.get("host"))
     if foreign or (headers.get("sec-fetch-site") == "cross-site" and not opens):
@@ -142,7 +143,7 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
 def _same_origin(origin: str, host: str | None) -> bool:
     """Return whether the page that a request comes from was served by this server."""
     scheme, _, place = origin.lower().partition("://")
-    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")  # browsers leave it out, and others need not
     return place != "" and place.removesuffix(port) == (host or "").lower().removesuffix(port)
 
 
@@ -155,6 +156,7 @@ def _check_body(scope: Scope, headers: Headers) -> None:
     """
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return
+    # a length of 0 may have several digits
     has_body = headers.get("content-length", "0").strip("0") != "" or "transfer-encoding" in headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if has_body and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

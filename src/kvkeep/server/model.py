@@ -67,7 +67,7 @@ class ServedModel:
         bounded: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt; a text and messages go through the chat template.
 
         Args:
             prompt: a text, token ids, or messages.
@@ -122,9 +122,10 @@ class ServedModel:
         if given.pop("add_special_tokens", False):
             raise InputError("add_special_tokens moves the tokens of messages, so these cannot be pinned by index.")
         variables = {**given.pop("chat_template_kwargs", {}), **given}
-        if variables.pop("continue_final_message", False):
+        if variables.pop("continue_final_message", False):  # the prompt then ends within a message, before any answer
             variables["add_generation_prompt"] = False
         found = message_spans(self.checkpoint, messages, chosen, tools, variables)
+        # with what the template writes before it: fused steps know of pins at the beginning only
         return from_start(found) if chosen[0] == 0 else found
 
     def message_starts(

@@ -261,7 +261,7 @@ def _rows(body: Mapping[str, Any]) -> int:
     """Return the number of rows that a body needs: one for each choice of each prompt."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts
+    return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts  # a replica refuses any other n
 
 
 class Places:
@@ -320,6 +320,7 @@ class Places:
 
         The replica is stored as the holder of the prompt's beginnings.
         """
+        # of equally busy ones the one that was chosen longest ago
         emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
         warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
         # a request that waits for a row takes longer than one that reads its prompt

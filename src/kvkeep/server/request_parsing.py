@@ -128,7 +128,7 @@ def parse_request(
     adapter = settings.adapter_of(body.model)
     parameters, echo, scores_only = _read(url, body, served)
     raw, told = url == COMPLETIONS, parameters.described
-    whole, how = parameters.truncate is None, parameters.template
+    whole, how = parameters.truncate is None, parameters.template  # a prompt that is cut may be of any length
     prompts = tuple(
         parameters.truncated(
             served.encode(prompt, tools=told, raw=raw, bounded=whole, template=how), settings.max_model_len
@@ -168,6 +168,7 @@ def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, A
     if (name := conversation_name(owner)) is None:
         return {}
     (messages,) = parameters.prompts
+    # an answer that goes on with the last message is no message of its own, which could be noted behind it
     noted = () if isinstance(messages, str) or parameters.template.get("continue_final_message") else messages
     return {"owner": f"{owner}/{digest(user)}", "keep_as": name, "noted_messages": noted}
 
@@ -352,7 +353,7 @@ def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mappi
     rest = {name: value for name, value in options.items() if name not in _SAMPLING}
     if "stop" in rest:
         rest["stop"] = tuple(rest["stop"])
-    off: dict[str, Any] = dict.fromkeys(parameters.unset)
+    off: dict[str, Any] = dict.fromkeys(parameters.unset)  # a body may turn off what the server's defaults set
     try:
         sampling = dataclasses.replace(defaults, **{**off, **chosen})
         return Request(sampling=sampling, **{**rest, **wishes})

@@ -202,7 +202,7 @@ async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]
 
     try:
         await stream.begin(sink)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError:  # by `_stop`: nobody takes anything out of the queue any more
         raise
     except BaseException as error:  # raised by whoever takes it out of the queue
         sink(error)

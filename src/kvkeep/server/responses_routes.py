@@ -64,7 +64,7 @@ def parse_response_body(
             "previous_response_id", "brings its own policy, budget, guard and keep_prompt; leave them out"
         )
     cached = body.model_dump(include={"policy", "pins", "guard", "keep_prompt"})
-    own = own_options(Generating.model_validate(cached), ())
+    own = own_options(Generating.model_validate(cached), ())  # the policy is the session's, and only checked here
     told = whole_text("instructions", body.instructions or "")
     messages = [{"role": "system", "content": told}] if told else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
@@ -365,7 +365,7 @@ class ResponseStream:
             if "content" in delta:
                 yield from self._text(delta["content"])
             for part in delta.get("tool_calls", ()):
-                if "id" in part:
+                if "id" in part:  # the first part of a call
                     yield from self._begun(ToolCallItem(len(self._items), part["function"]["name"], part["id"]))
                 else:
                     yield from map(self._numbered, self._items[-1].more(part["function"]["arguments"]))
@@ -384,7 +384,7 @@ class ResponseStream:
         return [*self._calls.add(event.text), *(self._calls.end() if event.result is not None else ())]
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the message, and yield its events."""
+        """Add text to the message, which is opened with the first one, and yield the events."""
         if not self._items:
             yield from self._begun(MessageItem(0))
         item = self._items[-1]
@@ -507,7 +507,7 @@ class ResponsesRoutes:
         if not body.stream:
             return reply(await unless_gone(request, _last(ready)))
         ping_s, write_s = self._settings.ping_s, self._settings.read_timeout_s
-        return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)
+        return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)  # as OpenAI does
 
     async def look(self, request: HttpRequest) -> Response:
         """Answer with a stored answer; refuse an unknown id."""
@@ -572,7 +572,7 @@ class ResponsesRoutes:
                 for chunk in answer.more(event):
                     yield chunk
                 if event.result is not None:
-                    if stored := answer.stored:
+                    if stored := answer.stored:  # before the last event: whoever has that may go on from it
                         await self._store(owner_of(request), answer, session, event.result)
                     for chunk in answer.end(event.result):
                         yield chunk

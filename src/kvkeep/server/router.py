@@ -144,6 +144,7 @@ def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple
     body = {
         "status": "draining" if draining else "ready" if ready else "starting",
         **sums,
+        # of one row, and 0 without a replica
         "row_bytes": max((replica["row_bytes"] for replica in answers.values()), default=0),
         "replicas": {name: dict(answer) for name, answer in sorted(answers.items())},
     }
@@ -193,6 +194,7 @@ _ANSWER_S = 5.0
 _HELD_S, _PAUSE_S = 10.0, 0.2
 """Seconds for which a session is waited for whose holder is about to end, and between two tries."""
 _TRIES = 5
+"""Replicas that may end before they have a request; then the request is refused."""
 _LATE_S = 30.0
 """Seconds after the time-out of requests at which a replica that has not ended its answer is given up."""
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -238,7 +240,7 @@ class Router:
         try:
             await unless_gone(request, self._answer(owner, forwarded, wish, relay))
         except GoneError:
-            if not relay.begun:
+            if not relay.begun:  # else there is no other answer to give
                 raise
 
     async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
@@ -322,7 +324,7 @@ class Router:
         kind, name = wish.held
         holder = await self._holder(kind, owner, name)
         if holder is None:
-            holder = self._places.choose(wish, self._here())
+            holder = self._places.choose(wish, self._here())  # others than before the replicas were asked
             self._places.note((kind, owner, name), holder)
         return holder
 
@@ -370,7 +372,8 @@ class Router:
     async def _health(self, request: Request) -> Response:
         """Answer with the health of all replicas and the sums of their rows."""
         forwarded = await _received(request, self._settings)
-        # without `check=live` a replica that drains would answer with an error, and its rows would be missing
+        # GET, since a HEAD brings no body to sum up; without `check=live` a replica that drains would answer with an
+        # error, and its rows would be missing
         answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
@@ -387,7 +390,7 @@ class Router:
         Raises:
             RefusalError: no replica answers.
         """
-        self._here()
+        self._here()  # refuses if there is no replica at all
         if not (answers := await self._all(replace(await _received(request, self._settings), method="GET"))):
             raise RefusalError(
                 503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}

@@ -24,6 +24,7 @@ from kvkeep.errors import InputError
 from kvkeep.parameters import GRACE, HOST, PORT, READ_TIMEOUT
 
 _MOST_HEADER_BYTES = 2**16
+"""Bytes of the head of a request; a larger one is refused."""
 _SWITCH_S = 0.001
 """Seconds after which a thread that computes lets another one run: clients wait while the engine's thread steps."""
 
@@ -57,7 +58,7 @@ class ServerAddress:
 
 
 def listen(place: ServerAddress) -> socket.socket:
-    """Return a listening socket.
+    """Return a socket that is bound to the address. A TCP socket listens already, a unix socket not yet.
 
     Raises:
         InputError: the address cannot be used.
@@ -79,7 +80,7 @@ def listen(place: ServerAddress) -> socket.socket:
 
 
 def _unix(path: str) -> socket.socket:
-    """Return a listening unix socket that only its owner may use, in place of one that a killed server has left."""
+    """Return a bound unix socket that only its owner may use, in place of one that a killed server has left."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)

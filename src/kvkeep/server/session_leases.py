@@ -88,6 +88,7 @@ class SharedFolder:
             raise InputError("Windows has no locks that several servers could share. Leave `session_dir` out.")
         try:
             root.mkdir(parents=True, exist_ok=True)
+            # a: made if it is missing, and never cut
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
             with ExitStack() as stack:
                 stack.callback(self._file.close)
@@ -153,7 +154,7 @@ class SharedFolder:
 
     def close(self) -> None:
         """Give all leases up, and remove this server's folder if nothing is left in it."""
-        self._file.close()
+        self._file.close()  # its locks end with it
         self._single.release()
         with suppress(OSError):  # files are left
             self.own.rmdir()
@@ -179,6 +180,7 @@ class SharedFolder:
         Raises:
             OSError: another process has the lock, or the file system fails.
         """
+        # 62 bits, as places in a file are signed numbers of 64
         place = int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") >> 2
         fcntl.lockf(self._file, kind, 1, place)
 
@@ -213,7 +215,7 @@ class SharedFolder:
             if folder == self.own:
                 continue
             with suppress(OSError):  # its server lives, or the files are about to go
-                if folder != self._root:
+                if folder != self._root:  # single servers are kept out of the root already
                     self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{folder.name}")
                 try:
                     for path in folder.glob(f"*{full_name('', CONVERSATION)}*{SUFFIX}"):

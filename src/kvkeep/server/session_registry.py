@@ -338,7 +338,7 @@ class SessionRegistry:
 
     @_alone
     def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
-        """Take back the last turns of a session.
+        """Take back the last turns of a session. With all of them it begins anew, with its first settings.
 
         Raises:
             RefusalError: there is no such session, or its earlier turns are not kept.
@@ -427,7 +427,7 @@ class SessionRegistry:
 
     @_alone
     def remove(self, owner: str, name: str) -> None:
-        """Close a session, and delete its file.
+        """Close a session, delete its file, and give up its lease.
 
         Raises:
             RefusalError: there is no such session.

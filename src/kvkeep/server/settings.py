@@ -52,6 +52,7 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 def host_name(host: str) -> str:
     """Return the host name in a ``Host`` header, in lower case and without the port."""
     name, colon, port = host.strip().lower().rpartition(":")
+    # an address in brackets has colons of its own, and a full name may end with the dot of the root
     whole = not colon or host.rstrip().endswith("]") or not port.isdecimal()
     return (host.strip().lower() if whole else name).rstrip(".")
 
@@ -170,6 +171,7 @@ class ServerSettings:
         name = host_name(host)
         if name in LOOPBACK_HOSTS or name in self.allowed_hosts:
             return
+        # in headers an address of IPv6 stands in brackets
         if address is not None and name in (address[0], f"[{address[0]}]"):
             return
         raise RefusalError(

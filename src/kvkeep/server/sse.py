@@ -107,7 +107,7 @@ _LOOKS = 4
 _PING = b": still reading\n\n"
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream without names of events."""
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx would collect the pieces
 
 
 class EventStream(Response):
@@ -184,7 +184,7 @@ class EventStream(Response):
                 await self._send(send, _PING)
 
     async def _send(self, send: Send, piece: bytes) -> None:
-        """Send a piece, and record the time.
+        """Send a piece, and record for `_watch` when it began and that the client has taken it.
 
         Raises:
             GoneError: the client has closed the connection.
