@@ -27,7 +27,7 @@ _P = TypeVar("_P", bound=Policy)
 
 
 def keeping(policy: _P, keep_prompt: object, default: bool | float | None = None) -> _P:
-    """Return the policy with a share of the budget that prompts keep.
+    """Return the policy with a share of the budget that prompts keep; the policy itself if that changes nothing.
 
     Args:
         policy: the policy; its own share counts if ``keep_prompt`` is ``None``.

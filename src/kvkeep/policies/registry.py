@@ -142,7 +142,7 @@ def _import(module: str) -> types.ModuleType:
     if not sys.flags.safe_path:
         sys.path.insert(0, "")
     try:
-        importlib.invalidate_caches()
+        importlib.invalidate_caches()  # the file may have been written after its folder was searched
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
         if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):
