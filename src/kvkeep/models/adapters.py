@@ -246,6 +246,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
     weights = _weights(folder, settings)
     obeyed = {name: value for name, value in settings.items() if name in _OBEYED and value is not None}
     try:
+        # init_lora_weights: all weights come from the file
         config = peft.LoraConfig(**obeyed, inference_mode=True, init_lora_weights=False)
     except (TypeError, ValueError) as error:
         raise ModelFileError(f"{folder}: Its {CONFIG} cannot be used ({error!s:.200}). Download it again.") from error
@@ -455,7 +456,7 @@ def _merge(model: PreTrainedModel) -> None:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
     if hasattr(model, "peft_config"):
-        # pEFT's mark of a model that still has adapters
+        # PEFT's mark of a model that still has adapters
         del model.peft_config
 
 

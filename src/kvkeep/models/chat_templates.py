@@ -33,6 +33,7 @@ _TAKEN = {"messages", "conversations", "tools", "chat_template", "return_assista
 _REMEDY = "Use `raw=True` (over HTTP: /v1/completions) to leave it out and write the whole prompt."
 SYSTEM_ROLES = ("system", "developer")
 _MARK = "kvkeepmessage"
+"""Stands for a message's text; in small letters, as `_probed` compares it."""
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +106,7 @@ class ChatTemplate:
             except EndlessTemplateError:
                 raise
             except InputError as error:
-                refused = refused or error
+                refused = refused or error  # the first is of the conversation as it was sent
                 continue
             if all(self._shows(text, given, i, variables) for i, m in enumerate(given) if m["role"] in SYSTEM_ROLES):
                 break

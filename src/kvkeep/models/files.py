@@ -60,7 +60,7 @@ def cached_if_unreachable(name: str) -> Iterator[None]:
     if Path(name).exists() or (not constants.HF_HUB_OFFLINE and _answers()):
         yield
         return
-    change = 0 if is_forbidden() else 1
+    change = 0 if is_forbidden() else 1  # what the user has switched off stays off
     _switch(change)
     try:
         yield

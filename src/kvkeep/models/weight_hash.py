@@ -258,6 +258,7 @@ def _hash(weights: dict[str, Tensor]) -> str:
     for name, tensor in weights.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         for part in parts(_full(tensor.detach())):
+            # in float32, so that an exact copy in another dtype has the same hash
             digest.update(_sample(part.flatten()).to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -338,7 +338,7 @@ def most_facts(lexicon: Lexicon) -> int:
 
 
 def side(n: int) -> int:
-    """Return how many owners, and how many things, ``n`` facts share."""
+    """Return how many owners, and how many things, ``n`` facts share: about 1.5 times the root of ``n``."""
     return min(n, 2 + int(1.5 * n**0.5))
 
 
@@ -401,12 +401,14 @@ def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
 
 
 def _other_value(fact: Fact, rng: random.Random) -> str:
+    """Draw a value for a fact that differs from its own."""
     while (value := draw_value(fact.kind, HELD_OUT, rng)) == fact.value:
         pass
     return value
 
 
 def _estimate(text: str) -> int:
+    """Return about how many tokens a text has: 1.45 for each word."""
     return round(1.45 * len(text.split()))
 
 
