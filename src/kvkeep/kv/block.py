@@ -197,7 +197,7 @@ class Block:
         """
         positions = self.following(T, real)
         coming = T if real is None else real.sum(dim=1)
-        self.seen.add_(coming)
+        self.seen.add_(coming)  # in place: recorded steps read it at its address
         if phase is Phase.PREFILL:
             self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
         return positions
@@ -314,6 +314,7 @@ class Block:
 
     def _pad(self, missing: int) -> None:
         """Replace the state of slots by tensors with ``missing`` more slots."""
+        # filled with anything: a new token overwrites it
         wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
         self.state = self.state | wider
 
@@ -362,6 +363,7 @@ class Block:
         if not self.store.room:
             return MemoryUsage()  # no rows
         everything = bytes_of(self.per_row().values())
+        # transforms belong to rows: no slot takes a part of them
         slots = bytes_of(tensor for name, tensor in self.store.per_row().items() if name not in TRANSFORMS)
         per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
         return MemoryUsage(

@@ -99,6 +99,7 @@ class RowCopy:
         """
         if tokens == self.seen:
             return self
+        # sorted behind all others: empty slots and the tokens that go
         places = self.positions.masked_fill((self.positions < 0) | (self.positions >= tokens), spans.LAST)
         ordered, order = places.sort(dim=1)
         used = int((ordered[0] < spans.LAST).sum())  # `shortest`: every head holds all tokens that stay
@@ -191,7 +192,7 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
         pin_row(block, row, copy.pins)
     mine = block.part(row, row + 1)
     if isinstance(mine.store, PooledStore):
-        mine.divide()
+        mine.divide()  # by the budget that was set above
     opened = mine.opened(in_place=True)
     if isinstance(opened.store, OpenedPool):
         _put_in_pool(opened, opened.store, copy)
@@ -352,7 +353,10 @@ _DENSE = 0.95
 
 
 def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
-    """Copy several rows out of a block without a pool, with one operation per tensor, each as a `RowCopy`."""
+    """Copy several rows out of a block without a pool, each as a `RowCopy`.
+
+    They are copied with one operation per tensor and share a `Pack`, unless they would leave too much of it unused.
+    """
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
     most, capacity = max(used), block.store.capacity

@@ -129,7 +129,7 @@ def _read(model: nn.Module, name: str) -> Tensor:
 
 def _hooks(module: nn.Module) -> list[Any]:
     """Return accelerate's hooks on a module."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = getattr(module, "_hf_hook", None)  # one hook, or a sequence of hooks in `hooks`
     return list(getattr(hook, "hooks", [] if hook is None else [hook]))
 
 

@@ -204,6 +204,7 @@ def _border(
     # templates may put results of calls that follow each other into one turn, and end it once
     grouped = place < len(messages) and last["role"] == messages[place]["role"] == "tool"
     shown = last["content"].strip() in text[max(0, shared - len(last["content"]) - _CLOSING) : shared]
+    # with quoted control tokens, offsets would be those of another text
     if not (grouped and shown) or special_tokens_of(checkpoint.tokenizer).is_quoted(before):
         return None
     # what ends the turn may begin with the same letters as the next result

@@ -61,7 +61,7 @@ def read(path: str, layer: int) -> Means:
     return Means(torch.stack([m.query for m in ordered]), torch.stack([m.excess for m in ordered]))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # each layer asks, in each step
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
     """Read a calibration file. Return the query means of all heads, by layer and query head.
 

@@ -131,6 +131,7 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
         dim: channels of a vector.
     """
     numbers, scales, bits = codes
+    # / and not //: an odd number of channels of 4 bits has no shape
     if scales.dtype != torch.float16 or numbers.dtype != NUMBERS.get(bits) or numbers.shape != (*slots, dim * bits / 8):
         return False
     groups, rest = divmod(scales.shape[-1], HALVES[bits])

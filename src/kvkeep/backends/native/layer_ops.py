@@ -559,7 +559,7 @@ class ModelStep:
             *(self._count, torch.get_num_threads(), kept, ctypes.addressof(turns), x.data_ptr()),
         )
         failed = library.kvkeep_model_step(packed)
-        if failed > 0:
+        if failed > 0:  # below 0 nothing has changed
             raise MemoryError("There was no memory for all of a decode step.")
         return not failed
 

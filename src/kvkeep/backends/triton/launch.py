@@ -91,7 +91,9 @@ def interprets() -> bool:
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Return whether kernels can read the tensors: a device with kernels, dense in the last axis, no gradients."""
+    """Return whether kernels can read the tensors: all plain, on a device with kernels, dense in the last axis, without
+    gradients; ``False`` while a compiler traces.
+    """
     if tensors[0].device.type not in kernels().devices or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
