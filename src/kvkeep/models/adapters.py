@@ -297,7 +297,7 @@ def _equal(own: Tensor, given: Tensor) -> bool:
     given = given.to(own.dtype)
     if not isinstance(own, QuantizedTensor):
         return torch.equal(own.detach().cpu(), given)
-    if own.bits not in PACKED.values():
+    if own.bits not in PACKED.values():  # in a format of GGUF files, which no weights are rounded to here
         return False
     return torch.equal(own.packed, QuantizedTensor.quantize(given, own.bits).packed)
 

@@ -144,7 +144,7 @@ def _same_function(one: object, two: object) -> bool:
         return one.__code__ is two.__code__ and _same_function(*inner)
     if isinstance(one, tuple) and isinstance(two, tuple):
         return len(one) == len(two) and all(map(_same_function, one, two))
-    return type(one) is type(two) is int and one == two
+    return type(one) is type(two) is int and one == two  # such as the size of a window
 
 
 def is_known(
@@ -230,6 +230,7 @@ def _readable(linear: nn.Module) -> bool:
     weight = _own(getattr(linear, "weight", None))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return False
+    # other tensors that consist of tensors are quantised by another package
     return isinstance(weight, QuantizedTensor) or getattr(weight, "__tensor_flatten__", None) is None
 
 

@@ -142,6 +142,7 @@ def check_offloaded(model: PreTrainedModel) -> None:
     found: object = getattr(model.config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     places = getattr(model, "hf_device_map", None) or {}
+    # the method is a member of an enum, or a text
     if getattr(method, "value", method) == "torchao" and "disk" in places.values():
         raise UnsupportedModelError(
             f"This {type(model).__name__} has weights that torchao has quantised and that are offloaded to the disk. "

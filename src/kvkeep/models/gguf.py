@@ -542,7 +542,7 @@ def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> Quantiz
     at, step = 0, rows if heads else QuantizedTensor.rows_at_once(columns)
     for stored in _chunks(tensor, row_bytes * step):
         if heads:
-            stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)
+            stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)  # see `gguf_weights._value`
         count = stored.size // row_bytes
         result.set_rows(at, *gguf_blocks.split(kind, stored.reshape(-1, block_bytes), count))
         at += count

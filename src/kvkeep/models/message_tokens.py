@@ -101,7 +101,7 @@ def _place(
     whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
     special = special_tokens_of(checkpoint.tokenizer)
     role, content = messages[place]["role"], messages[place]["content"]
-    told = content if role == "assistant" else special.quote(content)
+    told = content if role == "assistant" else special.quote(content)  # as `fill` does
     if not whole or text[len(before) : stop].strip() != told.strip():
         raise InputError(
             f"The chat template of {checkpoint.name} does not show the {role} message in one piece, so its tokens "

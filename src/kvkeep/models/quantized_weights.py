@@ -276,7 +276,7 @@ def method_of(config: PreTrainedConfig) -> str | None:
     if fields is None:
         return None
     found = fields.get("quant_method") if isinstance(fields, dict) else getattr(fields, "quant_method", None)
-    return str(getattr(found, "value", found) or "unknown")
+    return str(getattr(found, "value", found) or "unknown")  # a member of an enum, or a text
 
 
 def check_readable(name: str, config: PreTrainedConfig) -> None:

@@ -64,7 +64,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
         near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)  # one is newest
     if policy.near == near:
         return policy
-    found = copy.copy(policy)
+    found = copy.copy(policy)  # as in `under`
     object.__setattr__(found, "near", near)
     return found
 

@@ -441,7 +441,7 @@ def _show(value: object) -> str:
 
 
 def _is_a(value: object, kind: object) -> bool:
-    """Return whether a value has an option's declared type."""
+    """Return whether a value has an option's declared type. A whole number is a number as well; True is neither."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return any(_is_a(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -60,7 +60,7 @@ def _policy_of(module: types.ModuleType) -> type[Policy]:
 
 
 def name_of(policy: Policy | type[Policy]) -> str:
-    """Return the registered name of a policy.
+    """Return the registered name of a policy, or ``module:Class`` if `class_of` has found it by that.
 
     Raises:
         PolicyError: the class is not registered.

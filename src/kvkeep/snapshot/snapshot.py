@@ -358,7 +358,7 @@ def _about(parts: FileParts) -> dict[str, Any]:
 
 
 def _about_layer(layer: RowCopy) -> dict[str, Any]:
-    """Return the description of one layer."""
+    """Return the description of one layer, as `file_format.described_layers` reads it: all but its tensors."""
     numbers = {name: int(tensor) for name, tensor in layer.tensors.items() if _is_number(tensor)}
     heads, used = layer.positions.shape
     budget = layer.budget if isinstance(layer.budget, int) else list(layer.budget)

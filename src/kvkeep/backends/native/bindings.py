@@ -147,6 +147,7 @@ def _fits(transform: KeyTransform, keys: tuple[int, int, int]) -> bool:
     exponents, normals = transform
     if normals is not None:
         B, Hk, D = keys
+        # the kernel reads all normals of a head as one piece
         if normals.dtype != torch.float32 or normals.shape != (B, Hk, n_normals(D), D) or normals.stride(2) != D:
             return False
     return exponents is None or (exponents.dtype == torch.int8 and exponents.shape == keys)

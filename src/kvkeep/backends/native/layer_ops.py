@@ -162,6 +162,7 @@ def quantized_linear(
         return found[0]
     if not slow(x.dtype) or x.dtype != weight.dtype:
         return linear(x, weight.dequantize(), bias)
+    # torch is faster in float32 here, see `slow`
     wide = weight.to(torch.float32).dequantize()
     return linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 

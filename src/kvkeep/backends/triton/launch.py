@@ -308,7 +308,7 @@ def limits(limits: SlotLimits) -> dict[str, Any]:
         **either("limits", "limit", stay, limits.seen),
         **_per_head("limit", stay),
         "SLIDES": limits.window is not None,
-        "prompts": limits.seen if limits.prompt is None else limits.prompt,
+        "prompts": limits.seen if limits.prompt is None else limits.prompt,  # without `CHOSEN` it is not read
         "prompt_row": 0 if limits.prompt is None else limits.prompt.stride(0),
         "CHOSEN": limits.prompt is not None,
     }

@@ -392,6 +392,7 @@ def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
     spec = HELD_OUT.kind(kind)
     taken = {(f.kind.name, f.owner, f.thing) for f in facts}
     is_material = kind == "owner"
+    # sorted, as the order of a set differs from run to run
     owners = sorted({f.owner for f in facts if (f.kind.name == "owner") == is_material})
     owners = owners or list(HELD_OUT.materials if is_material else HELD_OUT.names)
     things = sorted({f.thing for f in facts}) or list(HELD_OUT.things)
