@@ -306,6 +306,7 @@ class PooledStore(Store):
             ShapeError: a row has fewer slots than ``sizes`` need (checked on a CPU only).
         """
         room = self.entries.shape[1] - 1
+        # on a GPU the host would have to wait for the answer
         if sizes.device.type == "cpu" and (sizes.sum(dim=1) > room).any():
             raise ShapeError(f"The heads of a row need {int(sizes.sum(dim=1).max())} slots, and its pool has {room}.")
         self.sizes[rows] = sizes
