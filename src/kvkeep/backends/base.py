@@ -220,6 +220,7 @@ def _rate(
     keys = slots.keys.to(wide)
     first, second = (x.to(wide).reshape(B, Hk, Hq // Hk, T, D) for x in (query, again))
     empty = _bias(slots.positions[:, :, None, None] < 0, wide)
+    # infinity in the denominator: what the first token and padding see gets a share of 0
     counts = torch.where(now >= 1, 0.0, torch.inf).to(wide)[:, None, None]
     found = torch.full((B, Hk, S), -torch.inf, dtype=wide, device=query.device)
     for part in _blocks(T, S * B * Hq * keys.element_size(), query.device):
@@ -525,7 +526,7 @@ def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> RowSums | 
     if kind is Nothing:
         return RowSums([], [])
     if isinstance(statistic, LowRows):
-        masses = [*statistic.weights(selected, queries).values()]
+        masses = [*statistic.weights(selected, queries).values()]  # two of masses come first, then one for each word
         return RowSums(masses[:2], masses[2:], theta=statistic.theta, live=statistic.live)
     if isinstance(statistic, RowMasses):
         return RowSums(statistic.weights_of(selected, queries), [])

@@ -122,6 +122,7 @@ class QuantizedTensor(Tensor):
             groups = weight[first : first + step].detach().float().unflatten(1, (-1, GROUP_SIZE))
             minimums, largest = groups.amin(-1), groups.amax(-1)
             scales = (largest - minimums) / (2**bits - 1)
+            # a group of equal weights has a scale of 0, and codes of 0
             steps = (groups - minimums[..., None]) / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
             codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
             self.set_rows(begin + first, codes.flatten(1), scales, minimums)
@@ -311,13 +312,19 @@ def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:
 
 
 def _by_lane(halves: Tensor, blocks: int) -> Tensor:
-    """Return ``(blocks, groups, 2 * LANES)`` numbers of ``(rows, 2, groups)`` ones."""
+    """Return ``(rows, 2, groups)`` numbers as ``(blocks, groups, 2 * LANES)``: for each group of a block first the
+    scales of all its rows, then their minimums.
+    """
     _, pair, groups = halves.shape
     return halves.reshape(blocks, LANES, pair, groups).permute(0, 3, 2, 1).reshape(blocks, groups, -1)
 
 
 def _put_codes(codes: UInt8[Tensor, "blocks lanes groups steps 4"], bits: int, to: Tensor) -> None:
-    """Write codes before the scales of their groups."""
+    """Pack codes into the bytes of their groups before the scales.
+
+    Two codes share a byte with their lower 4 bits, one of the first half of a group's steps and one of the second.
+    Further bits of all steps share the bytes behind them.
+    """
     words = codes.permute(0, 2, 3, 1, 4)  # blocks, groups, steps, lanes, 4
     blocks, groups, steps = words.shape[:3]
     if bits == 8:
@@ -334,7 +341,7 @@ def _put_codes(codes: UInt8[Tensor, "blocks lanes groups steps 4"], bits: int, t
 
 
 def _codes(stored: UInt8[Tensor, "blocks groups bytes"], bits: int) -> UInt8[Tensor, "blocks lanes groups steps 4"]:
-    """Return the codes of all rows."""
+    """Return the codes of all rows; the inverse of `_put_codes`."""
     words = stored.reshape(*stored.shape[:2], -1, LANES, 4)
     if bits < 8:
         upper = bits - 4

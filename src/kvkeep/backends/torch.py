@@ -85,6 +85,7 @@ class TorchBackend(Backend):
         """Write one token per row into an empty slot of each head, in place, and return the slots; see
         `kvkeep.types.EMPTY`.
         """
+        # an empty slot has position -1, the smallest
         slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)
         B, Hk, _ = slot.shape
         rows, heads = torch.arange(B, device=slot.device)[:, None, None], torch.arange(Hk, device=slot.device)[:, None]
@@ -154,6 +155,7 @@ def _fused(
 ) -> Float[Tensor, "B Hk G T E"]:
     """Run torch's fused attention. A query that sees nothing sees all keys instead, so that its output is finite."""
     shown = ~(hidden & ~hidden.all(dim=-1, keepdim=True))
+    # one mask serves all query heads if all KV heads hold the same positions
     mask = shown.expand(-1, -1, query.shape[2] if shown.shape[1] > 1 else 1, -1, -1).flatten(1, 2)
     wide = query.to(keys.dtype).flatten(1, 2)
     out: Tensor = scaled_dot_product_attention(wide, keys, values, mask, scale=scaling, enable_gqa=True)

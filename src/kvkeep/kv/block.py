@@ -66,6 +66,7 @@ def shared(axes: Mapping[str, str]) -> dict[str, str]:
 
 def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
     """Count the numbers in all states of one head."""
+    # only shapes are counted: on the meta device nothing is allocated
     keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
     return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
 
@@ -150,7 +151,7 @@ class Block:
         self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
-        """Empty every slot, and reset counters and states of heads.
+        """Empty every slot, and reset counters and states of heads. Budgets and pins stay.
 
         States of slots are left: a new token overwrites them.
         """
@@ -172,11 +173,11 @@ class Block:
     def transform_keys(self, transform: KeyTransform | None, rows: Bool[Tensor, " B"] | slice) -> None:
         """Set what is done to the keys of empty rows before they are coded; ``None``: nothing but `hadamard`.
 
-        Do nothing if keys are stored without, see `KeyTransform`.
+        Do nothing if the store's keys have no exponents and normals, see `KeyTransform`.
 
         Args:
-            transform: that of one row.
-            rows: the rows.
+            transform: that of one row, which all of these get.
+            rows: rows without tokens: codes that are held already could not be decoded any more.
         """
         held, new = self.store.per_row(), {} if transform is None else transform.of_rows
         for name in held.keys() & set(TRANSFORMS):
@@ -185,17 +186,18 @@ class Block:
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """Return the positions that the next ``T`` tokens of each row will have, -1 for padding. Nothing is counted."""
         if real is None:
+            # for one token an operation less, in every layer of a decode step
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
         return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
 
     def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
         """Count the new tokens of each row as seen. Return their positions, -1 for padding.
 
-        In a prefill, also set where the prompt ends.
+        In a prefill, also set where the prompt of each row that got a token ends.
         """
         positions = self.following(T, real)
         coming = T if real is None else real.sum(dim=1)
-        self.seen.add_(coming)
+        self.seen.add_(coming)  # in place: recorded steps read it at its address
         if phase is Phase.PREFILL:
             self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
         return positions
@@ -235,12 +237,13 @@ class Block:
     def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
         """Set a budget for each head, and give the heads slots for it.
 
-        The slots lose their content if their number grows. The caller must be about to fill them.
+        The slots lose their content in a pool, and wherever their number grows: the caller must be about to fill them.
         """
         if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
             self.budget.copy_(budget)  # in place, for blocks that share this memory
         else:
             self.budget = budget
+        # + 1: a new token is written and attended before another one is evicted
         before, self.store = self.store.capacity, self.store.divided(budget + 1)
         if self.store.capacity != before:
             self._pad(self.store.capacity - before)
@@ -271,6 +274,7 @@ class Block:
     def budget_of(self, row: int) -> int:
         """Return the budget of a row, summed over its heads."""
         heads, held = self.lost.shape[1], self.budget
+        # a table of one column holds for each head
         return held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
 
     def of_slots(self) -> State:
@@ -300,7 +304,9 @@ class Block:
         return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
 
     def widen(self, capacity: int) -> None:
-        """Give every head more slots, and keep the content. The tensors are replaced."""
+        """Give every head at least ``capacity`` slots, and keep the content. If there were fewer, the tensors are
+        replaced.
+        """
         missing = capacity - self.store.capacity
         if missing > 0:
             self.store = self.store.widened(capacity)
@@ -308,6 +314,7 @@ class Block:
 
     def _pad(self, missing: int) -> None:
         """Replace the state of slots by tensors with ``missing`` more slots."""
+        # filled with anything: a new token overwrites it
         wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
         self.state = self.state | wider
 
@@ -334,6 +341,7 @@ class Block:
             heads: the policy's state of heads; this block has it under the names of `places`.
         """
         other = copy.copy(self)
+        # not strict: another policy of the same block may have more states
         other.state = dict(zip(starts, self.of_slots().values(), strict=False))
         other.state |= {name: self.state[place] for name, place in places(heads).items()}
         other.heads = frozenset(heads)
@@ -355,6 +363,7 @@ class Block:
         if not self.store.room:
             return MemoryUsage()  # no rows
         everything = bytes_of(self.per_row().values())
+        # transforms belong to rows: no slot takes a part of them
         slots = bytes_of(tensor for name, tensor in self.store.per_row().items() if name not in TRANSFORMS)
         per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
         return MemoryUsage(
@@ -381,14 +390,14 @@ class Block:
 
 
 def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> int:
-    """Return how many bytes `add_state` would allocate for a policy.
+    """Return how many bytes `add_state` would allocate for a policy; 0 if the block has all that it needs.
 
     Args:
         block: a block whose state has general names: numbers for slots, `places` for heads.
         starts: the policy's state of slots.
         heads: the policy's state of heads.
     """
-    missing = max(0, len(starts) - len(block.of_slots())) * 4 * block.store.room
+    missing = max(0, len(starts) - len(block.of_slots())) * 4 * block.store.room  # states are float32
     return missing + bytes_of(_missing(block, heads, "meta").values())
 
 
@@ -481,6 +490,7 @@ def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) 
         starts: the state of a new token.
         used: number of slots; 0 if all are empty.
     """
+    # the positions of a chunk are the same in all heads, and may come once for all
     new = new._replace(positions=new.positions.expand(new.keys.shape[:3]))
     state = {name: block.state[name].new_full(new.positions.shape, start) for name, start in starts.items()}
     heads = {name: block.state[name] for name in block.heads}
@@ -524,7 +534,7 @@ def settle(
         return
     capacity = block.store.capacity
     index = _sources(stays, 0 if chunk is None else used, capacity)
-    # -1 marks a slot that stays empty; 0 is only an index that can be read
+    # -1 marks a slot that stays empty, and becomes 0 only so that it can be read
     there, index = index >= 0, index.clamp(min=0)
     kept = view.positions.gather(-1, index).masked_fill(~there, EMPTY)
     block.store.take(tokens or block.store.tokens(view, used=used), kept, index)
@@ -533,7 +543,9 @@ def settle(
 
 
 def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
-    """Do what `settle` does without copying the slots: write each of the chunk's tokens into its slot."""
+    """Do what `settle` does where slots lie side by side: tokens that stay in their slots are not copied, and each of
+    the chunk's tokens is written once.
+    """
     slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
     held, coming = stays[..., :used], stays[..., used:]
     slots.positions[..., :used].masked_fill_(~held, EMPTY)
@@ -581,8 +593,8 @@ def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Ten
     held = nn.functional.pad(stays[..., :used], (0, capacity - used)) & (places[:capacity] < n)
     coming = stays & ~nn.functional.pad(held[..., :used], (0, S - used))
     free = held.int().argsort(dim=-1, stable=True)  # the empty slots first
+    # clamped for tokens that are not coming: they go to a slot behind the last one, which is cut off below
     nth = (coming.cumsum(dim=-1) - 1).clamp(min=0, max=capacity - 1)
-    # tokens that are not coming go to a slot behind the last one, which is cut off below
     target = free.gather(-1, nth).masked_fill(~coming, capacity)
     found = nn.functional.pad(torch.where(held, places[:capacity], -1), (0, 1))
     return found.scatter(-1, target, places[:S].expand_as(target))[..., :capacity]

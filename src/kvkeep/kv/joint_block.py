@@ -62,6 +62,7 @@ class JointBlock(Block):
 
     def layer(self, number: int) -> PartBlock:
         """Return one layer's part as a block that shares this block's memory."""
+        # without `__init__`, which allocates
         part = PartBlock.__new__(PartBlock)
         vars(part).update(vars(self), whole=self, number=number)
         part.renew()
@@ -75,7 +76,8 @@ class JointBlock(Block):
         return found | {name: found[name][:, number] for name in _OF_LAYERS}
 
     def full_bytes(self) -> int:
-        """Return the bytes of keys and values of all tokens seen. A stored token has the heads of all layers."""
+        """Return the bytes of keys and values of all tokens seen."""
+        # each layer counts a token in `seen`, and a stored token has the heads of all layers
         return super().full_bytes() // self.layers
 
 
@@ -148,7 +150,7 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
     Raises:
         ShapeError: a row has fewer slots than the heads' budgets need.
     """
-    sizes, store = numbers + 1, store_of(parts[0])
+    sizes, store = numbers + 1, store_of(parts[0])  # + 1: see `Block`; the entries are those of all layers
     if bool((sizes.sum(dim=1) >= store.entries.shape[1]).any()):  # the last entry belongs to no head
         most, room = int(sizes.sum(dim=1).max()), store.entries.shape[1] - 1
         raise ShapeError(f"The heads of a row need {most} slots in all layers, and its pool has {room}.")

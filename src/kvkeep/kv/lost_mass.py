@@ -92,6 +92,7 @@ def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
     """
     if not layers:
         return LostMass()
+    # layers of one model may be on several devices
     found = shares(torch.cat([lost.cpu() for lost in layers]).double())
     return LostMass(_mean(found.prompt), _mean(found.decode))
 

@@ -80,8 +80,8 @@ class PoolSlots(LazySlots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"] | None:
-        """Write one token of each head into the pool, at the given slots. Return which heads can use their token;
-        ``None``: all can.
+        """Write one token of each head into the pool, at the given slots. Return which heads can use their token, see
+        `kvkeep.kv.slot_codec.finite`; ``None``: all can. Positions are left to the caller.
         """
         self.forget()
         entry = self.entries.gather(-1, slot)
@@ -196,6 +196,7 @@ class PooledStore(Store):
             room: the row has this many times the slots of its heads' budgets, for heads that may get more.
         """
         heads = like_keys.shape[1]
+        # the same number for each head, rounded up; + 1 for the token that is written before another one is evicted
         made = cls(like_keys, like_values, -(-room * max(map(sum, budgets)) // heads) + 1)
         made.widest = max(map(max, budgets)) + 1
         return made
@@ -208,7 +209,7 @@ class PooledStore(Store):
     @property
     def capacity(self) -> int:
         """Return the slots of the longest range; on a GPU `widest`, unless `waits` is set."""
-        waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()
+        waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()  # no rows have no longest range
         return int(self.sizes.max()) if waits else self.widest
 
     @property
@@ -254,7 +255,7 @@ class PooledStore(Store):
         if not (self.sizes.is_cpu and self.sizes.numel()):
             return None
         first, size = int(self.starts[0, 0]), int(self.sizes[0, 0])
-        places = torch.arange(first, first + self.sizes.shape[1] * size, size or 1)
+        places = torch.arange(first, first + self.sizes.shape[1] * size, size or 1)  # a step of 0 is an error
         if not (size and torch.equal(self.starts, places.expand_as(self.starts)) and bool((self.sizes == size).all())):
             return None
         found: Store = EVEN[self.bits](self, first, size)
@@ -305,6 +306,7 @@ class PooledStore(Store):
             ShapeError: a row has fewer slots than ``sizes`` need (checked on a CPU only).
         """
         room = self.entries.shape[1] - 1
+        # on a GPU the host would have to wait for the answer
         if sizes.device.type == "cpu" and (sizes.sum(dim=1) > room).any():
             raise ShapeError(f"The heads of a row need {int(sizes.sum(dim=1).max())} slots, and its pool has {room}.")
         self.sizes[rows] = sizes
@@ -316,7 +318,9 @@ class PooledStore(Store):
         return self.vectors.no_token(*self.sizes.shape)
 
     def wider(self, capacity: int) -> PooledStore:
-        """Return an empty store with more slots, divided equally, for the same rows."""
+        """Return an empty store of ``capacity`` slots per head, divided equally, for the same rows. It transforms keys
+        in the same way.
+        """
         wide = type(self)(*self.no_token(), capacity)
         wide.vectors = replace(wide.vectors, transform=self.vectors.transform)
         return wide
@@ -436,7 +440,7 @@ class OpenedPool(Store):
         return self.pool.opened()
 
     def wider(self, capacity: int) -> PooledStore:
-        """Return an empty store with more slots, for the same rows."""
+        """Return an empty pool of ``capacity`` slots per head, for the same rows."""
         return self.pool.wider(capacity)
 
     def per_row(self) -> dict[str, Tensor]:
@@ -473,7 +477,7 @@ class EvenPool(Store):
         self._first_entry, self._size, self._heads = first, size, pool.sizes.shape[1]
         vectors, positions = pool.vectors.each(self.side_by_side), self.side_by_side(pool.entries)
         shown = self.kind(*pool.no_token(), 0).over({**vectors.tensors, **vectors.of_rows, "positions": positions})
-        vars(self).update(vars(shown))
+        vars(self).update(vars(shown))  # so that it is that store, over views of the pool
 
     def side_by_side(self, numbers: Tensor) -> Tensor:
         """Return numbers of the pool's entries in the order of the slots, ``(B, Hk, size, ...)``, without a copy."""

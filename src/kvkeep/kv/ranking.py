@@ -16,6 +16,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from kvkeep.types import EMPTY, Budget, Top
 
 _LATER = torch.iinfo(torch.int32).max
+"""A position behind all others."""
 
 
 def protect(
@@ -95,7 +96,7 @@ def pinned(positions: Int[Tensor, "B Hk S"], bounds: Int[Tensor, "B bounds"]) ->
     """
     if bounds.shape[1] == 2:  # the usual case, without a search
         return (positions >= bounds[:, :1, None]) & (positions < bounds[:, 1:, None])
-    flat = positions.flatten(1).to(bounds.dtype).contiguous()
+    flat = positions.flatten(1).to(bounds.dtype).contiguous()  # searchsorted warns of others, and copies them
     return (torch.searchsorted(bounds, flat, right=True) % 2 == 1).view(positions.shape)
 
 
@@ -179,7 +180,8 @@ def pooled(
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
     """Round shares to integers that add up to the total, by largest remainders.
 
-    The largest remainders go up; among equal ones, the first.
+    The largest remainders go up; among equal ones, the first. Shares that do not add up to the total first grow or
+    shrink by the same whole number.
     """
     # 1e-9: a share that is a whole number may have come out just below it
     whole = (shares + 1e-9).floor().long()
@@ -196,6 +198,7 @@ def value_prior(
     """Return squared norms of the values, averaged over neighbours and divided by the largest (AhaKV, Eq. 13-14)."""
     sizes = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=-1)
     smooth = pooled(sizes, positions, positions >= 0, kernel=kernel, kind="mean")
+    # a head whose values are all 0 gets 0, not NaN
     return smooth / smooth.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -76,6 +76,7 @@ class RowCopy:
             window: sliding window of the layer. Tokens that it has passed do not count as evicted.
             dropped: spans of positions that were dropped on request, which do not count as evicted either.
         """
+        # the first position that the next token will see: it is one of the window itself
         oldest = 0 if window is None else max(0, self.seen - window + 1)
         kept = self.seen - spans.count(dropped)
         passed = spans.count(spans.without(((0, oldest),), dropped))
@@ -84,22 +85,24 @@ class RowCopy:
             return None
         if any(name.startswith("state.") and name not in self.cut for name in self.tensors):
             return self.seen
+        # a shorter row would see tokens again that the window has passed: all of them must still be there
         whole = bool(((self.positions >= 0).sum(dim=1) == kept).all())
         return 0 if whole or window is None else self.seen
 
     def cut_back(self, tokens: int) -> RowCopy:
-        """Return the row without the tokens behind the first ones, which lie in the order of their positions.
+        """Return the row with its first tokens only, which then lie in the order of their positions.
 
-        Scores of the policy keep what later tokens have added to them.
+        Pins behind them are cut off. Scores of the policy keep what later tokens have added to them.
 
         Args:
             tokens: how many stay; `shortest` or more.
         """
         if tokens == self.seen:
             return self
+        # sorted behind all others: empty slots and the tokens that go
         places = self.positions.masked_fill((self.positions < 0) | (self.positions >= tokens), spans.LAST)
         ordered, order = places.sort(dim=1)
-        used = int((ordered[0] < spans.LAST).sum())
+        used = int((ordered[0] < spans.LAST).sum())  # `shortest`: every head holds all tokens that stay
         order = order[:, :used]
         tensors = {name: x[_heads_of(order), order] if name in self.cut else x for name, x in self.tensors.items()}
         tensors["seen"] = torch.full_like(self.tensors["seen"], tokens)
@@ -119,6 +122,7 @@ class RowCopy:
         order = (~stays).int().argsort(dim=1, stable=True)[:, : int(stays.sum(dim=1).max())]
         positions = self.positions.masked_fill(~stays, EMPTY).gather(1, order)
         tensors = {name: x[_heads_of(order), order] if name in self.cut else x for name, x in self.tensors.items()}
+        # gathered with the others, they would still show the tokens that are gone
         if "store.positions" in tensors:
             tensors["store.positions"] = positions.clone()
         return replace(self, tensors=tensors, positions=positions, pack=None)
@@ -188,7 +192,7 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
         pin_row(block, row, copy.pins)
     mine = block.part(row, row + 1)
     if isinstance(mine.store, PooledStore):
-        mine.divide()
+        mine.divide()  # by the budget that was set above
     opened = mine.opened(in_place=True)
     if isinstance(opened.store, OpenedPool):
         _put_in_pool(opened, opened.store, copy)
@@ -279,6 +283,7 @@ def _check_pool(copy: RowCopy, store: PooledStore) -> None:
     if (needed := sum(budgets) + heads) > room:  # of each head, one slot is for the next token
         raise ShapeError(f"A row of {needed} slots was given to a block with {room} slots for all heads of a row.")
     at = torch.arange(1, copy.used + 1, device=copy.positions.device)
+    # padded, since an empty row has nothing of which there is a largest
     last = nn.functional.pad(at * (copy.positions >= 0), (1, 0)).amax(dim=-1)
     for head, (used, budget) in enumerate(zip(last.tolist(), budgets, strict=True)):
         if used > budget + 1:
@@ -295,6 +300,7 @@ def has_room(block: Block, budget: Number, apart: bool) -> bool:
     """
     if isinstance(block.store, PooledStore):
         heads = block.store.sizes.shape[1]
+        # of each head one slot is for the next token, and the pool's last entry belongs to no head
         return sum(by_head([budget], heads)[0]) + heads < block.store.entries.shape[1]
     return isinstance(budget, int) and not apart and budget < block.store.capacity
 
@@ -318,6 +324,7 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
     An existing tensor is changed in place if it is wide enough.
     """
     held = block.budget
+    # one number holds for all rows
     if isinstance(held, int) and isinstance(budget, int) and (budget == held or len(block.seen) == 1):
         block.budget = budget
         return
@@ -346,7 +353,10 @@ _DENSE = 0.95
 
 
 def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
-    """Copy several rows out of a block without a pool, with one operation per tensor, each as a `RowCopy`."""
+    """Copy several rows out of a block without a pool, each as a `RowCopy`.
+
+    They are copied with one operation per tensor and share a `Pack`, unless they would leave too much of it unused.
+    """
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
     most, capacity = max(used), block.store.capacity
@@ -370,7 +380,9 @@ def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> 
 
 
 def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
-    """Overwrite rows of a block with copies that fit. Budgets and pins stay as they are."""
+    """Overwrite rows of a block without a pool with copies that fit (see `check_rows`), with one operation per tensor
+    if they were taken together. Budgets and pins stay as they are.
+    """
     mine = {name: tensor[rows] for name, tensor in block.per_row().items()}
     pack = _pack_of(copies)
     if pack is None:
@@ -383,6 +395,7 @@ def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
     for name, tensor in pack.tensors.items():
         cut = name in copies[0].cut
         (mine[name][:, :, : tensor.shape[2]] if cut else mine[name]).copy_(tensor)
+    # up to here the pack has the positions
     block.store.positions[rows][:, :, max(copy.used for copy in copies) :] = EMPTY
 
 

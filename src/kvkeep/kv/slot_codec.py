@@ -164,8 +164,7 @@ def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
         spread = grouped.amax(dim=-1, keepdim=True) - offsets.float()
         grouped = grouped - offsets.float()
     scales = ((spread / greatest).clamp(0.0, _LARGEST_HALF) + 0.0).half()  # never - 0.0, see above
-    # 0 / 0 in a group of zeros, and in one that cannot be coded
-    # clamped, since half precision may have rounded a scale down
+    # clamped, since half precision may have rounded a scale down; a scale of 0 has made NaN of 0 / 0
     numbers = (grouped / scales.float()).round().clamp(least, greatest).masked_fill(scales == 0, 0.0)
     if offsets is None:
         return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
@@ -244,6 +243,7 @@ class KeyTransform(NamedTuple):
 
 
 _LANES = 16
+"""Sums that the native kernel adds up side by side."""
 
 
 def _sum(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B 1"]:
@@ -552,7 +552,9 @@ class Tokens:
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits, transform)[0], keys, values)
 
     def apart(self) -> Tokens:
-        """Return tokens that stay as they are when the slots are overwritten."""
+        """Return tokens that stay as they are when the slots are overwritten: copies of the new ones, unless no token
+        lies in a slot.
+        """
         if not self.held.tensors["keys"].shape[2]:
             return self
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
@@ -614,6 +616,7 @@ class Beside(LazySlots):
     held: Slots
     new: Slots
     _first: Beside | None
+    """The same slots with other positions, whose copies of keys and values serve this object too; see `at`."""
 
     @classmethod
     def of(cls, held: Slots, new: Slots, positions: Int[Tensor, "B Hk S"] | None = None) -> Beside:

@@ -149,9 +149,8 @@ class Store(abc.ABC):
         return keys[:, :, :0], values[:, :, :0]
 
     def lying(self, used: int) -> Slots | None:
-        """Return the first ``used`` slots without a copy; ``None`` if they can only be read as copies.
-
-        ``None`` if keys and values can only be copied, or moved one by one at a cost, as on a GPU.
+        """Return the first ``used`` slots without a copy; ``None`` if keys and values can only be read as copies, or
+        are written one by one at a cost, as on a GPU.
         """
         return None
 
@@ -212,7 +211,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def wider(self, capacity: int) -> Store:
-        """Return an empty store with more slots, for the same rows."""
+        """Return an empty store of ``capacity`` slots per head, for the same rows."""
 
     def widened(self, capacity: int) -> Store:
         """Return a store with the same content and more slots: ``capacity`` of them."""
@@ -330,7 +329,7 @@ class DenseStore(Store):
         )
 
     def wider(self, capacity: int) -> DenseStore:
-        """Return an empty store with more slots, for the same rows."""
+        """Return an empty store of ``capacity`` slots per head, for the same rows."""
         return DenseStore(self.keys, self.values, capacity)
 
     def per_row(self) -> dict[str, Tensor]:
@@ -444,7 +443,7 @@ class QuantizedStore(Store):
         return keys.shape[:2] == values.shape[:2] == shape and self.vectors.fit(keys, values)
 
     def wider(self, capacity: int) -> QuantizedStore:
-        """Return an empty store with more slots, for the same rows."""
+        """Return an empty store of ``capacity`` slots per head, for the same rows, with the same transform of keys."""
         wide = type(self)(*self.no_token(), capacity)
         wide.vectors = replace(wide.vectors, transform=self.vectors.transform)
         return wide

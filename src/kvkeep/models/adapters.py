@@ -246,6 +246,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
     weights = _weights(folder, settings)
     obeyed = {name: value for name, value in settings.items() if name in _OBEYED and value is not None}
     try:
+        # init_lora_weights: all weights come from the file
         config = peft.LoraConfig(**obeyed, inference_mode=True, init_lora_weights=False)
     except (TypeError, ValueError) as error:
         raise ModelFileError(f"{folder}: Its {CONFIG} cannot be used ({error!s:.200}). Download it again.") from error
@@ -255,6 +256,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
         _unpack(model, own)
         _check_base(model, folder, weights, settings)
         report: Any = peft.set_peft_model_state_dict(model, weights, own)
+    # an re.error: `target_modules` may be a regular expression
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, re.error) as error:
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
         shown = next((line for line in why if "size mismatch" in line), why[0] if why else type(error).__name__)
@@ -295,7 +297,7 @@ def _equal(own: Tensor, given: Tensor) -> bool:
     given = given.to(own.dtype)
     if not isinstance(own, QuantizedTensor):
         return torch.equal(own.detach().cpu(), given)
-    if own.bits not in PACKED.values():
+    if own.bits not in PACKED.values():  # in a format of GGUF files, which no weights are rounded to here
         return False
     return torch.equal(own.packed, QuantizedTensor.quantize(given, own.bits).packed)
 
@@ -376,7 +378,7 @@ def _settings(folder: str) -> dict[str, Any]:
     for name, value in found.items():
         if name in _OBEYED:
             _check_value(folder, name, value)
-        elif name not in _PASSING and value not in (None, False, [], {}, "none"):
+        elif name not in _PASSING and value not in (None, False, [], {}, "none"):  # these switch a setting off
             raise ModelFileError(
                 f"The adapter in {folder} has {name}={value!r:.60} in its {CONFIG}, which kvkeep does not know. Merge "
                 "it into its model with peft, and give that folder as the model."
@@ -431,6 +433,7 @@ def _weights(folder: str, settings: Mapping[str, Any]) -> dict[str, Tensor]:
             raise ModelFileError(f"The adapter in {folder} has values that are no numbers ({name:.200}).")
     # an r from a file that cannot be trusted must not decide how much memory PEFT allocates
     pattern = settings.get("rank_pattern")
+    # 8 is PEFT's default; a matrix of LoRA has the rank as its smaller side
     ranks = [settings.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else ())]
     most = max((min(tensor.shape) for tensor in found.values() if tensor.dim()), default=0)
     if not all(isinstance(rank, int) and 1 <= rank <= most for rank in ranks):
@@ -455,7 +458,7 @@ def _merge(model: PreTrainedModel) -> None:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
     if hasattr(model, "peft_config"):
-        # pEFT's mark of a model that still has adapters
+        # PEFT's mark of a model that still has adapters
         del model.peft_config
 
 

@@ -144,7 +144,7 @@ def _same_function(one: object, two: object) -> bool:
         return one.__code__ is two.__code__ and _same_function(*inner)
     if isinstance(one, tuple) and isinstance(two, tuple):
         return len(one) == len(two) and all(map(_same_function, one, two))
-    return type(one) is type(two) is int and one == two
+    return type(one) is type(two) is int and one == two  # such as the size of a window
 
 
 def is_known(
@@ -198,13 +198,14 @@ class OutputOf:
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
         """Return the L1 norm of each vector after the output projection, averaged over its query heads.
 
-        Without a readable projection, return the sums of the vectors themselves.
+        Without a readable projection, return the L1 norms of the vectors themselves.
         """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is None:
             return x.abs().sum(dim=-1)
         weights = _weights(linear, self._heads).to(x).unflatten(0, (x.shape[1], -1))
+        # slots at once, so that no intermediate result is larger than `_BYTES`
         rows = max(1, _BYTES // (x.element_size() * weights.shape[-1] * x.shape[0] * self._heads))
         parts = [(part[:, :, None] @ weights).abs().sum(dim=-1).mean(dim=2) for part in x.split(rows, dim=2)]
         return torch.cat(parts, dim=-1)
@@ -229,6 +230,7 @@ def _readable(linear: nn.Module) -> bool:
     weight = _own(getattr(linear, "weight", None))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return False
+    # other tensors that consist of tensors are quantised by another package
     return isinstance(weight, QuantizedTensor) or getattr(weight, "__tensor_flatten__", None) is None
 
 
@@ -262,9 +264,7 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
 
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
     """Return a matrix for each KV head under which vectors have the norm that they would have after their group's
-    projections. It is cached.
-
-    The matrix is cached, and computed anew when the weights have changed.
+    projections. It is cached until the weights change.
     """
     key: tuple[int, ...] = heads, groups  # enough for packed weights, which never change
     if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
@@ -272,7 +272,7 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)
-        # q is orthogonal and changes no norm, so the small factor R stands for the large product
+        # Q is orthogonal and changes no norm, so the small factor R stands for the large product
         upper = torch.linalg.qr(summed.mT, mode="r").R
         known = _factors[linear] = (key, upper.mT.float())
     return known[1]

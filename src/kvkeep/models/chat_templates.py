@@ -27,12 +27,15 @@ from kvkeep.models.sandbox import SandboxProcess
 from kvkeep.models.special_tokens import special_tokens_of
 
 TIMEOUT_S = 10.0
+"""Seconds after which a template is taken for one that never ends."""
 MEMORY_BYTES = 2**30
+"""Memory that the process may still allocate when it is ready."""
 _TAKEN = {"messages", "conversations", "tools", "chat_template", "return_assistant_tokens_mask"}
 """Names that no variable may have: they are the conversation, or arguments of transformers."""
 _REMEDY = "Use `raw=True` (over HTTP: /v1/completions) to leave it out and write the whole prompt."
 SYSTEM_ROLES = ("system", "developer")
 _MARK = "kvkeepmessage"
+"""Stands for a message's text; in small letters, as `_probed` compares it."""
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +108,7 @@ class ChatTemplate:
             except EndlessTemplateError:
                 raise
             except InputError as error:
-                refused = refused or error
+                refused = refused or error  # the first is of the conversation as it was sent
                 continue
             if all(self._shows(text, given, i, variables) for i, m in enumerate(given) if m["role"] in SYSTEM_ROLES):
                 break
@@ -246,6 +249,7 @@ def _roles_in_parts(asked: str) -> frozenset[str]:
     options, roles = json.loads(asked), set[str]()
     user: dict[str, Any] = {"role": "user", "content": "a"}
     answer: dict[str, Any] = {"role": "assistant", "content": "a"}
+    # nine letters and digits, as Mistral's templates ask of an id
     call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {}}}
     calls = [user, {**answer, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "abcdefgh1", "content": _MARK}]
     marked: dict[str, list[dict[str, Any]]] = {
@@ -336,7 +340,7 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-atexit.register(lambda: _WORKER.end())
+atexit.register(lambda: _WORKER.end())  # whichever it is by then
 
 
 # The token with which a template ends an assistant's turn.

@@ -129,7 +129,7 @@ def _read(model: nn.Module, name: str) -> Tensor:
 
 def _hooks(module: nn.Module) -> list[Any]:
     """Return accelerate's hooks on a module."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = getattr(module, "_hf_hook", None)  # one hook, or a sequence of hooks in `hooks`
     return list(getattr(hook, "hooks", [] if hook is None else [hook]))
 
 
@@ -142,6 +142,7 @@ def check_offloaded(model: PreTrainedModel) -> None:
     found: object = getattr(model.config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     places = getattr(model, "hf_device_map", None) or {}
+    # the method is a member of an enum, or a text
     if getattr(method, "value", method) == "torchao" and "disk" in places.values():
         raise UnsupportedModelError(
             f"This {type(model).__name__} has weights that torchao has quantised and that are offloaded to the disk. "

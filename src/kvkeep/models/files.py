@@ -60,7 +60,7 @@ def cached_if_unreachable(name: str) -> Iterator[None]:
     if Path(name).exists() or (not constants.HF_HUB_OFFLINE and _answers()):
         yield
         return
-    change = 0 if is_forbidden() else 1
+    change = 0 if is_forbidden() else 1  # what the user has switched off stays off
     _switch(change)
     try:
         yield
@@ -241,7 +241,9 @@ def part_of(name: str) -> str:
 
 
 def optional(name: str, file: str) -> Path | None:
-    """Return the path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file."""
+    """Return the path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file, or the
+    hub cannot be reached.
+    """
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.exists() else None

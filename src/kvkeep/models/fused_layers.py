@@ -312,7 +312,7 @@ def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
     if not is_known(attention, **told) or told.get("output_attentions") or told.get("s_aux") is not None:
         return None
     scaling: float | None = told.get("scaling")
-    if scaling is None:
+    if scaling is None:  # it follows from the query then, which is not known yet
         return None
     return AttentionOptions(scaling, window=told.get("sliding_window"), softcap=told.get("softcap"))
 

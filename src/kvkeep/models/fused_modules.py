@@ -53,9 +53,7 @@ class FusedQKV:
 
     def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
         """Return one projection of ``x``; ``None`` if the kernel has not computed it. The first projection's call
-        computes all three.
-
-        The first layer's call computes the outputs of all layers.
+        computes all three, and the others are handed out once each.
         """
         if layer is not self._layers[0]:
             asked, others = self._held

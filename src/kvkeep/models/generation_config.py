@@ -63,6 +63,7 @@ def check_generation_config(name: str) -> None:
         BannedTokens.of(GenerationConfig.from_dict(dict(fields)))
     except Exception as error:  # whatever transformers raises for its values
         raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
+    # 2**63: ids become tensors of 64 bits
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
         raise ModelFileError(

@@ -165,6 +165,7 @@ class GGUFFile:
                 f"{self.path} is of the architecture {self.architecture!r:.60} with another {key} for each layer, "
                 "which kvkeep does not read from a GGUF file. Give the model's folder with safetensors."
             )
+        # true is a whole number as well: it only fits where the default is true or false
         if isinstance(value, bool) is not isinstance(default, bool) or not fits(value):
             raise ModelFileError(f"{self.path}: {name} is {value!r:.60} and not {kind}. Download the file again.")
         return value  # type: ignore[no-any-return]  # `fits` says so
@@ -277,9 +278,11 @@ class _Reader:
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
         if version not in _VERSIONS:
+            # 2 and 3 from the other end have only zeros in the lower half
             big = ": its bytes are in big-endian order" if version >= 2**16 and not version % 2**16 else ""
             raise ValueError(f"its version is {version}{big}; kvkeep reads versions 2 and 3")
         metadata = {}
+        # 13: the length of a name, a kind and a value of one byte; 24: a name's length, dimensions, type and offset
         for _ in range(self._count(values, at_least=13)):
             key = self._string()
             if key in metadata:
@@ -334,7 +337,7 @@ class _Reader:
             return list(self._numbers(inner, count))
         if inner != _STRING:
             raise ValueError(f"it holds a list of the unknown kind {inner}")
-        return [self._string() for _ in range(self._count(count, at_least=8))]
+        return [self._string() for _ in range(self._count(count, at_least=8))]  # 8: the length of an empty one
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the description of a tensor: name, shape in torch's order, number of its type, and offset of its
@@ -512,7 +515,7 @@ def values(tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     result = torch.empty(tensor.shape, dtype=dtype)
     flat, at = result.view(-1), 0
-    for stored in _chunks(tensor, size * max(1, _CHUNK // elements)):
+    for stored in _chunks(tensor, size * max(1, _CHUNK // elements)):  # whole blocks
         part = _unpacked(stored, tensor.type, kind)
         flat[at : at + len(part)] = part
         at += len(part)
@@ -535,10 +538,11 @@ def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> Quantiz
     kind, (rows, columns) = gguf_blocks.TYPES[tensor.type], tensor.shape
     result = QuantizedTensor.blank((rows, columns), kind.bits, kind.group, dtype)
     row_bytes, (_, block_bytes) = tensor.size // rows, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]]
+    # rows in another order change places all over the matrix, so they are all read at once
     at, step = 0, rows if heads else QuantizedTensor.rows_at_once(columns)
     for stored in _chunks(tensor, row_bytes * step):
         if heads:
-            stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)
+            stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)  # see `gguf_weights._value`
         count = stored.size // row_bytes
         result.set_rows(at, *gguf_blocks.split(kind, stored.reshape(-1, block_bytes), count))
         at += count

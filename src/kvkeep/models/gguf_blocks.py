@@ -72,7 +72,7 @@ def _q4_1(blocks: _Array) -> _Parts:
 
 def _q5_0(blocks: _Array) -> _Parts:
     """Take blocks of Q5_0 apart."""
-    scale = _half(blocks[:, :2])
+    scale = _half(blocks[:, :2])  # codes are stored with 16 added
     return _nibbles(blocks[:, 6:], 16) | _one_bit(blocks[:, 2:6]) << 4, scale, -16 * scale
 
 
@@ -99,12 +99,13 @@ def _q3_k(blocks: _Array) -> _Parts:
     upper, stored, levels, scale = np.hsplit(blocks, [32, 96, 108])
     lowest = _nibbles(levels[:, :8], 8)
     highest = _upper_bits(levels[:, 8:], 2, 4)
-    scales = _half(scale) * ((lowest | highest << 4).astype(np.float32) - 32)
+    scales = _half(scale) * ((lowest | highest << 4).astype(np.float32) - 32)  # of 6 bits with 32 added
     return _upper_bits(stored, 2, 32) | _upper_bits(upper, 1, 32) << 2, scales, -4 * scales
 
 
 def _levels(stored: _Array) -> tuple[_Array, _Array]:
     """Unpack the 6-bit scales and minimums of Q4_K and Q5_K."""
+    # of the last four, the lower bits share the last four bytes, and the two upper bits lie above the first four's
     first, second, third = np.hsplit(stored, 3)
     scales = np.hstack((first & 63, (third & 15) | ((first >> 2) & 48)))
     return scales, np.hstack((second & 63, (third >> 4) | ((second >> 2) & 48)))

@@ -206,6 +206,7 @@ def _qwen35(file: GGUFFile) -> Fields:
     value_heads, sections = file.integer("ssm.time_step_rank"), file.metadata.get("qwen35.rope.dimension_sections")
     if value_heads < 1 or not isinstance(sections, list) or not all(isinstance(part, int) for part in sections):
         raise ModelFileError(f"{file.path} names no heads of linear attention, or no sections. Download it again.")
+    # files fill the list up with zeros
     axes = {"mrope_section": [number for number in sections if number], "mrope_interleaved": True}
     return {
         "full_attention_interval": file.integer("full_attention_interval"),

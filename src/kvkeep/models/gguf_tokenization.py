@@ -250,7 +250,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Token
     texts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.flag("tokenizer.ggml.add_space_prefix", not gemma):
         spaces.insert(0, normalizers.Prepend(_SPACE))
-        texts.append(decoders.Strip(" ", 1, 0))
+        texts.append(decoders.Strip(" ", 1, 0))  # the space that was put before the text
     backend.normalizer = normalizers.Sequence(spaces)
     backend.decoder = decoders.Sequence(texts)
     return backend

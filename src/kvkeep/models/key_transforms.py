@@ -38,6 +38,7 @@ from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase, Slots
 
 _ROWS, _LENGTH, _SEED = 2, 128, 0
+"""Random texts, the tokens of each, and what they are drawn from."""
 
 _REACH = 2048
 """Positions of which the means are typical. Pairs that have not turned by then differ in their channels: with more
@@ -133,6 +134,7 @@ class _Observer:
         return choose(query.device, query.dtype).attend(AttentionInputs(query, slots, now, options))[0]
 
     def _transform(self, query: Float[Tensor, "B Hq n D"], keys: Float[Tensor, "B Hk n D"]) -> KeyTransform:
+        """Return the exponents that balance these queries and keys, and the normals for keys so scaled, for one row."""
         squares = self._over(keys, lambda x: x.transpose(2, 3) @ x / x.shape[2])
         means = self._over(keys, lambda x: x.mean(dim=2))
         of_queries = self._over(query, lambda x: x.square().mean(dim=2)).unflatten(0, (keys.shape[1], -1)).mean(dim=1)

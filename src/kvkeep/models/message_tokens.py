@@ -101,7 +101,7 @@ def _place(
     whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
     special = special_tokens_of(checkpoint.tokenizer)
     role, content = messages[place]["role"], messages[place]["content"]
-    told = content if role == "assistant" else special.quote(content)
+    told = content if role == "assistant" else special.quote(content)  # as `fill` does
     if not whole or text[len(before) : stop].strip() != told.strip():
         raise InputError(
             f"The chat template of {checkpoint.name} does not show the {role} message in one piece, so its tokens "
@@ -204,6 +204,7 @@ def _border(
     # templates may put results of calls that follow each other into one turn, and end it once
     grouped = place < len(messages) and last["role"] == messages[place]["role"] == "tool"
     shown = last["content"].strip() in text[max(0, shared - len(last["content"]) - _CLOSING) : shared]
+    # with quoted control tokens, offsets would be those of another text
     if not (grouped and shown) or special_tokens_of(checkpoint.tokenizer).is_quoted(before):
         return None
     # what ends the turn may begin with the same letters as the next result

@@ -47,7 +47,6 @@ class _Format:
 
 def _int8() -> TorchAoConfig:
     """Return torchao's configuration for int8 weights."""
-
     from torchao.quantization import Int8WeightOnlyConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
@@ -55,7 +54,6 @@ def _int8() -> TorchAoConfig:
 
 def _fp8() -> TorchAoConfig:
     """Return torchao's configuration for fp8 weights."""
-
     from torchao.quantization import Float8WeightOnlyConfig
 
     return TorchAoConfig(Float8WeightOnlyConfig())
@@ -167,6 +165,9 @@ class _Packing(HfQuantizer):
     """Quantizes weights of linear layers and embeddings, each when it is read."""
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: object) -> bool:
+        """Return whether a parameter is the matrix of a linear layer or an embedding that can be packed, and of no
+        router.
+        """
         name, _dot, own = param_name.rpartition(".")
         weight = getattr(module := model.get_submodule(name), own, None)
         is_matrix = own == "weight" and isinstance(module, nn.Linear | nn.Embedding)
@@ -175,10 +176,12 @@ class _Packing(HfQuantizer):
         return is_matrix and isinstance(weight, Tensor) and QuantizedTensor.can_have(weight.shape)
 
     def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that packs a weight when it is read."""
         config: Any = self.quantization_config
         return _Pack(config.bits)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: object) -> PreTrainedModel:
+        """Remove the packing from the model's configuration, and copy weights that stay plain out of the file."""
         # the checkpoint says nothing of it, and memories of the model compare its configuration
         for part in (model.config, model.config.get_text_config(decoder=True)):
             for name in ("quantization_config", "_is_quantized"):
@@ -198,12 +201,15 @@ class _Packing(HfQuantizer):
 
 
 class _Pack(ConversionOps):
+    """Packs a weight with ``bits``, or with 8 if it is a table of embeddings; ``None``: leaves it as it is."""
+
     def __init__(self, bits: int | None) -> None:
         self._bits = bits
 
     def convert(  # type: ignore[override]  # one of many keyword arguments is used
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **_: object
     ) -> dict[str, Tensor]:
+        """Return the one weight that is given, packed unless it is so already, under its full name."""
         (value,) = input_dict.values()
         weight: Tensor = value[0] if isinstance(value, list) else value
         if self._bits is not None and not isinstance(weight, QuantizedTensor):
@@ -270,7 +276,7 @@ def method_of(config: PreTrainedConfig) -> str | None:
     if fields is None:
         return None
     found = fields.get("quant_method") if isinstance(fields, dict) else getattr(fields, "quant_method", None)
-    return str(getattr(found, "value", found) or "unknown")
+    return str(getattr(found, "value", found) or "unknown")  # a member of an enum, or a text
 
 
 def check_readable(name: str, config: PreTrainedConfig) -> None:

@@ -112,6 +112,7 @@ def _rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     kind, border = _kind(module, layer_type)
     more = {} if layer_type is None else {"layer_type": layer_type}
     shown = _shown_lengths(positions)
+    # one length for all with the same frequencies: within the border 1, and beyond it, for longrope, the next one
     beyond = torch.where(shown > border, border + 1 if kind == "longrope" else shown, 1).flatten()
     tensors = output if isinstance(output, tuple) else (output,)
     found = [tensor.flatten(-3, -2).clone() for tensor in tensors]

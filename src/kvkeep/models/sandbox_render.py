@@ -1,4 +1,4 @@
-"""The script of the process that fills in chat templates, one JSON line after another; see `templates`.
+"""The script of the process that fills in chat templates, one JSON line after another; see `chat_templates`.
 
 Its memory is bounded, and it does not import torch.
 """

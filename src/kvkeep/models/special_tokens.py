@@ -82,6 +82,7 @@ class SpecialTokens:
         """
         if not self.is_quoted(text):
             ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+            # beside those of the text, the tokenizer may put one before it and one behind it
             if not self._normalizes or self._count(ids) <= len(self._pattern.findall(text)) + 2 * add_special_tokens:
                 return ids  # a tokenizer that changes letters first can find control tokens that a text does not have
         if (copied := self._copied(tokenizer)) is None:
@@ -120,9 +121,9 @@ class SpecialTokens:
 
     def _copied(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Backend, Mapping[int, int]] | None:
         """Return a copy of the tokenizer with renamed control tokens, and the ids that the names stand for; ``None``
-        if it cannot be copied.
+        if it cannot be copied, as one that is Python code.
 
-        It is made when a text first has the characters of a control token. ``None``: the tokenizer is Python code.
+        It is made when a text first has the characters of a control token.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         with self._lock:
@@ -192,7 +193,7 @@ def _any_of(texts: Iterable[str]) -> str:
     groups = [
         f"{re.escape(start)}(?:{'|'.join(re.escape(text[2:]) for text in found)})" for start, found in by_start.items()
     ]
-    return "|".join(groups) or "(?!)"
+    return "|".join(groups) or "(?!)"  # which matches nothing
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, SpecialTokens]] = WeakKeyDictionary()

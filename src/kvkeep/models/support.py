@@ -134,7 +134,7 @@ def _caches_keys(config: PreTrainedConfig) -> bool:
     """Return whether some decoder layer caches keys."""
     try:
         return bool(windows_of(config))
-    except UnsupportedModelError:  # see above
+    except UnsupportedModelError:  # it says more than this check could, once a cache is made
         return True
 
 

@@ -375,6 +375,7 @@ class Opening:
             raw: list[int] = encode(checkpoint, self._joined(question), raw=True)[0].tolist()
             return raw
         filled = fill(checkpoint.tokenizer, [*self.messages(question), *more])
+        # stripped, as many templates strip messages
         start = filled.find(special_tokens_of(checkpoint.tokenizer).quote(self._joined(question)).strip())
         if start < 0:
             raise InputError(

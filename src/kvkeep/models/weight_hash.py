@@ -258,6 +258,7 @@ def _hash(weights: dict[str, Tensor]) -> str:
     for name, tensor in weights.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         for part in parts(_full(tensor.detach())):
+            # in float32, so that an exact copy in another dtype has the same hash
             digest.update(_sample(part.flatten()).to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -281,6 +282,7 @@ def _weights(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tenso
     """Yield every parameter and buffer that counts, under a name that does not depend on adapters' names."""
     replaced = _replaced_names(model, adapter)
     for name, tensor in _all_weights(model):
+        # the longest beginning of the name that is an adapter's, if there is one
         place = len(name)
         while place > 0 and name[:place] not in replaced:
             place = name.rfind(".", 0, place)
@@ -293,7 +295,7 @@ def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer by name, those of all adapters included."""
     yield from weights_of(model)
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedLinear):  # whose weights are no parameter
             yield f"{name}.weight", module.weight
         yield from ((f"{name}.{own}", tensor) for own, tensor in _buffers(module))
 

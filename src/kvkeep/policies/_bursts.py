@@ -66,6 +66,7 @@ class BurstPolicy(Policy):
         """
         super().check(budget)
         window, recent, drop = self.sizes(budget)
+        # + 1: a burst comes when one token is over the budget
         if drop < 1 or window < 1 or drop + max(1, int(recent)) > budget + 1:
             raise BudgetError(
                 f"{self} drops {drop} at a time and protects {recent}, too much for a budget of {budget}."
@@ -78,16 +79,17 @@ class BurstPolicy(Policy):
 
     def _needed(self, budget: int, pins: Spans) -> int:
         """Return the slots needed for pinned and protected tokens, with room for a window of rows after each burst."""
+        # - 1: the window's last row is that of the token over the budget, which has the slot beyond it
         return super()._needed(budget, pins) + int(self.sizes(budget)[0]) - 1
 
     def stays(self, view: View, state: State) -> Budget:
-        """Return how many tokens stay: enough bursts of ``drop`` tokens go to meet the budget, but no protected
-        token.
+        """Return how many tokens may stay in each row: the budget while it is met; else enough bursts of ``drop``
+        tokens go to meet it, but no protected token.
         """
         return self._stays(view, held(view))[:, None]
 
     def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """Return how many of the ``n`` tokens of each row stay."""
+        """Return how many of the ``n`` tokens of each row stay; the budget, if that is more."""
         _, recent, drop = self.sizes(view.budget)
         limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
         if view.pins is not None:
@@ -113,6 +115,7 @@ class BurstPolicy(Policy):
         """
         n, window = held(view), _flat(self.sizes(view.budget)[0])
         stay = torch.minimum(n, self._stays(view, n))
+        # the next burst comes budget + 1 - stay rows later; what the window has beyond these is seen already
         return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -124,6 +127,7 @@ class BurstPolicy(Policy):
         found = _of_one_row(report, bits, due) if view.is_decode else report.sums
         # the ring reuses the bit of a row that has left the window: it is cleared before the new row's is set
         words = {name: found[name] + (state[name].int() & ~new) for name, new in bits.items()}
+        # a window whose first row is one of this step's has no past: its sum starts anew
         reaches_back = {name: (n > view.new)[:, None, None] for name, n in (("mass", window), ("due", due))}
         return {**state, **words} | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
 

@@ -61,10 +61,10 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
     if profile is not None and any(map(any, limited := profile.limited())):
         # what the policy protects must fit into a head that keeps the ends only
         slots = max(policy.least, profile.least)
-        near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
+        near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)  # one is newest
     if policy.near == near:
         return policy
-    found = copy.copy(policy)
+    found = copy.copy(policy)  # as in `under`
     object.__setattr__(found, "near", near)
     return found
 
@@ -133,11 +133,16 @@ def _check(policy: Policy) -> None:
 
 
 def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
-    """Return the mean budget of each row's heads, over all processes."""
+    """Return the mean budget of each row's heads over all processes, rounded down.
+
+    Args:
+        view: the slots.
+        budget: the budgets; ``None``: those of the view.
+    """
     budget, (B, Hk, _) = view.budget if budget is None else budget, view.positions.shape
     each = table(budget, view.seen)
     if isinstance(budget, int):
-        return each
+        return each  # all heads have the same, so no other process is asked
     whole = view.heads.all(each.expand(B, Hk))
     return whole.sum(dim=1, keepdim=True) // whole.shape[1]
 
@@ -178,6 +183,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
     best = _among_the_best(view, score, tokens, base * Hk)
     share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
+    # where no head has more tokens than its equal share, all of them stay anyway
     crowded = (tokens >= 0).sum(dim=-1).amax(dim=1, keepdim=True) > base
     budgets = torch.where(crowded, share, base) + mean - base
     return torch.where(view.reads[:, None], view.heads.mine(budgets), now)

@@ -27,7 +27,7 @@ _P = TypeVar("_P", bound=Policy)
 
 
 def keeping(policy: _P, keep_prompt: object, default: bool | float | None = None) -> _P:
-    """Return the policy with a share of the budget that prompts keep.
+    """Return the policy with a share of the budget that prompts keep; the policy itself if that changes nothing.
 
     Args:
         policy: the policy; its own share counts if ``keep_prompt`` is ``None``.
@@ -120,7 +120,8 @@ def check_read(policy: Policy, budget: int, pins: Spans, *, window: int | None =
     own = replace(policy, keep_prompt=None)
     if (least := own.needed(budget, pins)) <= budget:
         return
-    for _ in range(64):  # a larger budget may protect more tokens beside the prompt
+    # a larger budget may protect more tokens beside the prompt, perhaps without end
+    for _ in range(64):
         if (more := own.needed(least, pins)) <= least:
             break
         least = more

@@ -59,9 +59,10 @@ class Leverages(Policy):
         }
 
     def _added(self, view: View) -> tuple[Float[Tensor, "B Hk"], Float[Tensor, "B Hk D"], Float[Tensor, "B Hk D D"]]:
-        """Return the number, the mean and the scatter of the step's new keys."""
+        """Return the number, the mean and the scatter of the step's new keys, without those that are not finite."""
         keys, counts = self._keys(view), self._counts(view)
-        if keys.is_cpu:
+        # nearly always the new keys are the last slots of every head: a slice of finite keys needs no mask
+        if keys.is_cpu:  # elsewhere the question would take a wait
             start = counts.shape[-1] - int(counts.sum(dim=-1).amax())
             if start < counts.shape[-1] and bool(counts[..., start:].all()):
                 new = keys[:, :, start:]

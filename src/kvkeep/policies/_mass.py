@@ -86,6 +86,7 @@ class Pattern(Policy):
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy
+        # the newest part of the pattern comes first, then its marks as far as there is room, then heavy hitters
         local = self.local(view, share) & (view.positions >= 0)
         marks = view.positions.masked_fill(local | ~self.marks(view, share), EMPTY)
         room = (share - local.sum(dim=-1, keepdim=True)).squeeze(-1)

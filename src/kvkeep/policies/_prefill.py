@@ -245,7 +245,7 @@ class WorstCase(PrefillOnly):
         found = self.rate(view, report.mass)
         worst = report.sums["worst"]
         older = self._older(view)
-        number = older.sum(dim=-1, keepdim=True).clamp(min=1)
+        number = older.sum(dim=-1, keepdim=True).clamp(min=1)  # 1: of no token there is no mean
         worst = worst.maximum(worst.sum(dim=-1, keepdim=True) / number) * size
         # 1 puts chosen tokens above all others, whose mass times their share of sizes is at most 1
         rating = torch.where(found > 0, 1.0 + found, worst).masked_fill(~older, 0.0)
@@ -255,10 +255,12 @@ class WorstCase(PrefillOnly):
         """Return the mean attention of the tokens that are chosen by it, the first stage of the choice, and 0 for the
         others.
         """
-        number = view.new.clamp(min=1, max=self.window)[:, None, None]
+        number = view.new.clamp(min=1, max=self.window)[:, None, None]  # rows that were counted
         mean, older = mass / number, self._older(view)
+        # - 1, below every mass: the window's tokens come last
         order = ranking.ranks(mean.masked_fill(~older, -1.0), view.positions).argsort(dim=-1, descending=True)
         so_far = mean.masked_fill(~older, 0.0).gather(-1, order).cumsum(dim=-1)
+        # the rest of the attention is the window's own, whose tokens stay: it counts towards `first`
         own = (1.0 - so_far[..., -1:]).clamp(min=0.0)
         early = torch.zeros_like(older).scatter_(-1, order, so_far + own < self.first) & older
         room = (average(view) - self.window - self.room).clamp(min=0)
@@ -270,8 +272,10 @@ class WorstCase(PrefillOnly):
         first = (view.seen - view.new)[:, None, None]
         found = sizes(view, view.values.masked_fill((view.positions < 0)[..., None], 0.0))
         everything = view.heads.all_slots(found, 0.0)
+        # other processes may hold more slots, of which those in front have no counterpart here
         total = everything.sum(dim=1, keepdim=True)[..., -found.shape[-1] :]
         shares = found / total.clamp(min=torch.finfo(found.dtype).tiny)
+        # the size of a generated token was never measured: it gets the share that a mean head has
         old = state["size"].masked_fill(state["size"] == 0.0, 1.0 / everything.shape[1])
         return torch.where(view.positions >= first, shares.to(old.dtype), old)
 

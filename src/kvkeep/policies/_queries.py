@@ -61,7 +61,7 @@ def read(path: str, layer: int) -> Means:
     return Means(torch.stack([m.query for m in ordered]), torch.stack([m.excess for m in ordered]))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # each layer asks, in each step
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
     """Read a calibration file. Return the query means of all heads, by layer and query head.
 
@@ -171,7 +171,7 @@ class MeanQueries(Rounds):
         }
 
     def means(self, view: View, state: State) -> Means:
-        """Return the query means of the calibration file, or of the prompts so far.
+        """Return the query means of this process's heads, from the calibration file or from the prompts so far.
 
         Raises:
             PolicyError: the file belongs to another model.
@@ -199,7 +199,7 @@ def paired(view: View, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
 
 
 def half_of(view: View) -> int:
-    """Return how many pairs are rotated."""
+    """Return how many pairs of dims are rotated; 0 for a model without rotary positions."""
     return 0 if view.rotation is None else len(view.rotation.frequencies)
 
 
@@ -235,8 +235,9 @@ def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
 def _average(
     rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
-    """Return the cosines and sines of the rotation angles at these distances, averaged over the steps ahead."""
+    """Return the cosines and sines of the rotation angles at these distances, each averaged over the steps ahead."""
     frequencies = rotation.on(far.device)
+    # a turn is a factor e^(i angle): the mean over the steps is taken once for all distances
     start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)
     steps = ahead[:, None] * frequencies
     turn = start * torch.polar(torch.ones_like(steps), steps).mean(dim=0)

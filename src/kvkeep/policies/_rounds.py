@@ -32,14 +32,14 @@ def left(policy: Buffered, view: View) -> Int[Tensor, "#B #Hk"]:
     """Return how many tokens a burst leaves: the budget less the buffer, but no fewer than the policy protects."""
     sinks, recent = policy.protected(view.budget)
     budget, gone, shielded = (
-        number if isinstance(number, Tensor) else view.seen.new_full((1, 1), number)  # filled where it lies
+        number if isinstance(number, Tensor) else view.seen.new_full((1, 1), number)  # made on the device, not copied
         for number in (view.budget, between(1, view.budget // 2, policy.buffer), sinks + recent)
     )
     return (budget - gone).maximum(shielded).clamp(min=1)
 
 
 def stays(policy: Buffered, view: View, state: State) -> Int[Tensor, "B Hk"]:
-    """Return how many tokens stay: all while they fit into the budget; otherwise what a burst leaves."""
+    """Return how many tokens may stay: the budget while a head's tokens fit into it; otherwise what a burst leaves."""
     held = (view.positions >= 0).sum(dim=-1)
     return torch.where(held > view.budget, left(policy, view), view.budget)
 
@@ -107,7 +107,9 @@ BLOCK_BYTES = 2**23
 def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
-    """Return how redundant each token's key is: a softmax, over each head's tokens, of its mean cosine to all keys."""
+    """Return how redundant each token's key is: a softmax, over each head's tokens, of its mean cosine to the other
+    keys. With keys to which it is the newest of those that are alike (above ``threshold``), the cosine counts as 0.
+    """
     there = positions >= 0
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     broken = ~unit.isfinite().all(dim=-1)
@@ -118,10 +120,12 @@ def redundancy(
     rows = max(1, BLOCK_BYTES // (unit.element_size() * positions.numel()))
     for start in range(0, S, rows):
         cosines = unit[:, :, start : start + rows] @ unit.mT
+        # a key's cosine to itself says nothing
         cosines.masked_fill_(places[start : start + rows, None] == places, 0.0)
         alike = torch.where(cosines > threshold, positions[:, :, None], -1)
         # of several tokens that are alike, the newest does not count as redundant, so one of them stays
         newest = alike.amax(dim=-1, keepdim=True)
         total += cosines.masked_fill_((alike == newest) & (newest >= 0), 0.0).sum(dim=2)
+    # NaN: a token with a broken key goes first
     mean = total / there.sum(dim=-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~there, torch.finfo(mean.dtype).min).softmax(dim=-1).masked_fill(broken & there, torch.nan)

@@ -334,7 +334,7 @@ class Policy(Abilities, abc.ABC):
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value!r} is not {kind_name(kind)}.")
             low, high = entry.metadata.get("within", (0, math.inf))
             if entry.name == "keep_prompt":
-                share_kept(value)
+                share_kept(value)  # refuses 0, too, which is within the field's range
             if isinstance(value, int | float) and not low <= value <= high:
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} is out of range; {wanted}.")
@@ -407,7 +407,9 @@ class Policy(Abilities, abc.ABC):
 
     @property
     def least(self) -> int:
-        """Return the smallest budget that a layer can work with."""
+        """Return the smallest budget that a layer can work with: 1, or as many slots as are protected or left free
+        whatever the budget.
+        """
         room = self.grows.room if self.grows else 0
         return max(1, sum(map(int, self.protected(0))) + room)
 
@@ -439,14 +441,14 @@ def _show(value: object) -> str:
 
 
 def _is_a(value: object, kind: object) -> bool:
-    """Return whether a value has an option's declared type."""
+    """Return whether a value has an option's declared type. A whole number is a number as well; True is neither."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return any(_is_a(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is kind
+    return type(value) is kind  # not `isinstance`: True is no whole number
 
 
 def kind_name(kind: object) -> str:

@@ -55,6 +55,7 @@ class Blend(Leverages):
         free = (view.positions >= self.sinks) & (view.positions < last[:, :, None])
         protected = ((view.positions >= 0) & ~free).sum(dim=-1)
         room = (table(view.budget, view.seen) - protected).clamp(min=0)
+        # NaN would rank above every mass
         pooled = ranking.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         number = (self.share * room.double() + 1e-9).long()

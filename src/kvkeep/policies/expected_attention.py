@@ -53,6 +53,7 @@ class ExpectedAttention(Policy):
         # the mean of exp(x) over a normal x: half of the variance is added to the mean of x
         logits = scale * mean @ keys.mT + 0.5 * scale**2 * ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(dim=-1)
         shown = (view.positions >= self.sinks)[:, :, None]
+        # not - infinity, with which a head that shows no token would be NaN
         share = logits.masked_fill(~shown, torch.finfo(torch.float32).min).softmax(dim=-1).mean(dim=2)
         sizes: Tensor = view.values.float().norm(dim=-1)
         return (share + self.epsilon) * sizes

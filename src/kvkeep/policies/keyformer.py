@@ -46,6 +46,7 @@ class Keyformer(HeavyHitters):
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic that the policy needs: the mass of the noisy, tempered softmax."""
+        # max_new_tokens=0: the temperature never rises
         step = (view.seen - view.prompt).clamp(max=self.max_new_tokens) / max(1, self.max_new_tokens)
         tau = self.tau_start + (self.tau_end - self.tau_start) * step
         noise = Gumbel(self.seed, view.layer, view.sequences, view.heads) if self.noise else None
@@ -57,4 +58,4 @@ class Keyformer(HeavyHitters):
             return state["mass"]
         _, recent = self.protected(view.budget)
         leaves = view.positions == (view.seen[:, None] - recent - 1)[:, :, None]
-        return state["mass"].masked_fill(leaves, -1.0)
+        return state["mass"].masked_fill(leaves, -1.0)  # below every sum of masses

@@ -41,6 +41,7 @@ class NACL(PrefillOnly):
 
     def rows(self, view: View) -> Tensor:
         """Return how many proxy tokens count, a share of the step's tokens."""
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         return (self.proxies * view.new.double() + 1e-9).long().clamp(min=1)
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:

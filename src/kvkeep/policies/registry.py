@@ -60,7 +60,7 @@ def _policy_of(module: types.ModuleType) -> type[Policy]:
 
 
 def name_of(policy: Policy | type[Policy]) -> str:
-    """Return the registered name of a policy.
+    """Return the registered name of a policy, or ``module:Class`` if `class_of` has found it by that.
 
     Raises:
         PolicyError: the class is not registered.
@@ -142,7 +142,7 @@ def _import(module: str) -> types.ModuleType:
     if not sys.flags.safe_path:
         sys.path.insert(0, "")
     try:
-        importlib.invalidate_caches()
+        importlib.invalidate_caches()  # the file may have been written after its folder was searched
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
         if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):

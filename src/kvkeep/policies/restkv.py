@@ -31,8 +31,10 @@ class ReSTKV(ObservationWindow):
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
         """Return the error that a token's eviction would cause, pooled in the order of positions."""
-        share = mass / mass.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+        share = mass / mass.sum(dim=-1, keepdim=True).clamp(min=1e-30)  # shares of no mass are 0, not NaN
+        # an empty slot may hold NaN, and NaN times 0 is NaN
         values = view.values.to(mass.dtype).masked_fill((view.positions < 0)[..., None], 0.0)
         output = share[:, :, None] @ values
+        # 1e-6: of one token that has all of the mass, the error is large, but finite
         error = lengths(view, output - values) * share / (1.0 - share).clamp(min=1e-6)
         return super().rate(view, error)

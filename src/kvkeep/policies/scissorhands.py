@@ -51,4 +51,5 @@ class Scissorhands(BurstPolicy):
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return a score that is highest for the tokens that the fewest rows of the window found insignificant."""
         second = -view.positions.float() if self.literal_ties else state["mass"]
+        # ranks are below the number of slots: they decide among equal counts alone
         return ranking.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

@@ -51,5 +51,5 @@ class TopK(Policy):
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = ranking.keep(state["last"], view.positions, budget - heavy)
         best |= ranking.keep(state["mass"], view.positions, heavy)
-        lift = best * view.positions.shape[-1]
+        lift = best * view.positions.shape[-1]  # more than any rank
         return (ranking.ranks(state["last"], view.positions) + lift).float() if self.h2 else state["last"]

@@ -43,6 +43,7 @@ class TopKDynamic(Policy):
     def top(self, view: View) -> Top:
         """Return how many older tokens a generated token attends to."""
         older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         return Top((self.share * older.double() + 1e-9).long(), self.renormalise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:

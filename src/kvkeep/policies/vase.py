@@ -51,7 +51,7 @@ class VaSE(Rounds):
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic needed: the mass of a generated token's row, or of a prompt's last rows."""
-        return Mass() if view.is_decode else Mass(rows=self.recent or 1)
+        return Mass() if view.is_decode else Mass(rows=self.recent or 1)  # without recent tokens, the last row
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Return the state: the mass of a prompt's last rows, and then of the rows since the last burst."""
@@ -71,10 +71,10 @@ class VaSE(Rounds):
         older = (view.positions >= 0) & ~ranking.protects(view.positions, view.seen, recent=recent, pins=view.pins)
         width = (view.values.amax(dim=-1) - view.values.amin(dim=-1)).float()
         first = width.masked_fill(view.positions < self.sinks, torch.inf)
-        n = (table(view.budget, view.seen) * self.large + 1e-9).long()
+        n = (table(view.budget, view.seen) * self.large + 1e-9).long()  # 0.29 * 100 lies just below 29
         large = ranking.keep(first, view.positions.masked_fill(~older, EMPTY), n)
         attention = ranking.pooled(state["mass"], view.positions, older, kernel=self.kernel, kind="avg")
         heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
         keys = view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions
         noise = gumbel(self.seed, *keys, view.seen[:, None, None]).float()
-        return torch.where(large, width + 1000.0, attention.clamp(min=1.2e-38).log() + noise)
+        return torch.where(large, width + 1000.0, attention.clamp(min=1.2e-38).log() + noise)  # of 0 it is infinite

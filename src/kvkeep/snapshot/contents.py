@@ -28,6 +28,7 @@ from kvkeep.types import EMPTY, bytes_of
 _TENSORS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 """Tensors of a layer, and the setting that says whether there is one. Later versions of transformers keep several."""
 _SIZE = "conv_kernel_size"
+"""The setting that holds the length of a convolution's state."""
 _FLAGS = (*_TENSORS.values(), "has_previous_state", _SIZE)
 
 
@@ -73,7 +74,7 @@ def take_state(layer: object, row: int, device: torch.device | None = None) -> S
 
 
 def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch.device) -> None:
-    """Overwrite one row of a layer with a copied state, allocating the layer's tensors if it has none yet.
+    """Overwrite one row of a layer with a copied state; tensors that the layer lacks are allocated for ``rows`` rows.
 
     Raises:
         ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
@@ -196,8 +197,8 @@ class Contents:
         """
         found = [layer.shortest(window, dropped) for layer, window in zip(self.layers, windows, strict=True)]
         if None in found or not found:
-            return None if found else self.seen
-        return self.seen if self.states else max(filter(None, found), default=0)
+            return None if found else self.seen  # without slots there is only state, which cannot forget
+        return self.seen if self.states else max(filter(None, found), default=0)  # `filter` for types: none is None
 
     def cut_back(self, tokens: int) -> Contents:
         """Return the memory of the first tokens alone: keys, values and positions are those that it had then.
@@ -207,6 +208,7 @@ class Contents:
         """
         if tokens == self.seen:
             return self
+        # there are no states: with one, `shortest` is all tokens
         return Contents(tuple(layer.cut_back(tokens) for layer in self.layers))
 
     def without(self, dropped: Spans) -> Contents:
@@ -409,7 +411,8 @@ def whole(contents: Contents, heads: Heads) -> Contents:
 
 
 def mine(contents: Contents, heads: Heads) -> Contents:
-    """Return the part of contents that belongs to this process's heads.
+    """Return the part of contents that belongs to this process's heads; the contents as they are if they have another
+    number of heads than the model, so that `check` refuses them.
 
     Args:
         contents: the memory.

@@ -82,7 +82,9 @@ def is_cut(name: str, whole: Collection[str] = ()) -> bool:
 
 
 LONGEST_HEADER = 64 * 2**20 - 8
+"""64 MiB together with the eight bytes that say how long it is."""
 _MOST_DIMS = 8
+"""Axes of a tensor, more than any tensor of a snapshot has."""
 _LARGEST = 2**48
 """Limit of a tensor's numbers, also where one of its axes is empty."""
 
@@ -137,6 +139,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
         NotASnapshotError: the path is no regular file.
         OSError: the file cannot be opened.
     """
+    # O_BINARY: Windows would change line ends
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
@@ -213,6 +216,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
         NotASnapshotError: the tensors do.
     """
     end = 0
+    # by the end as well: a tensor without numbers comes before the one that begins at the same byte
     for entry in sorted(entries.values(), key=lambda one: (one.start, one.stop)):
         check(entry.start == end, "its tensors overlap or leave gaps")
         end = entry.stop
@@ -247,6 +251,7 @@ def check(holds: bool, why: str) -> None:
 _MOST_LAYERS, _MOST_HEADS, _MOST = 4096, 2**16, 2**40
 """More than any model has, and tokens that nobody reads: products of such numbers still fit into 64 bits."""
 _LONGEST = 1000
+"""Characters of a text in a fingerprint."""
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COUNTERS = ("seen", "prompt", "sequences")
 
@@ -354,7 +359,7 @@ def _layer(found: object, shown: str) -> LayerDescription:
     check(isinstance(numbers, dict) and numbers.keys() >= {*_COUNTERS}, f"{shown} lacks counters")
     assert isinstance(numbers, dict)
     for name, value in numbers.items():
-        least = -(2**63) if name == "sequences" else 0
+        least = -(2**63) if name == "sequences" else 0  # an identity may be any number
         whole(value, f"{name!r:.40} of {shown}", least=least, most=2**63 - 1)
     whole(numbers["seen"], f"the number of tokens of {shown}", least=1, most=_MOST)
     check(numbers["prompt"] <= numbers["seen"], f"{shown} has a prompt longer than its text")
@@ -372,6 +377,7 @@ def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
     assert isinstance(found, dict)
     states = {}
     for number, flags in found.items():
+        # four digits, as in the names of tensors; `isdigit` alone takes digits of other scripts
         check(number.isascii() and number.isdigit() and len(number) < 5, f"{number!r:.40} is no number of a layer")
         check(isinstance(flags, list) and all(map(_is_flag, flags)), f"the state of layer {number} is not described")
         states[int(number)] = {(name, key): flag for name, key, flag in flags}

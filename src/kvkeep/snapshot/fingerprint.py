@@ -136,15 +136,17 @@ def _short(value: object) -> str:
 
 
 def hash_of_config(config: Any) -> str:
-    """Return a hash of the entries of a configuration on which the model's results depend."""
+    """Return a hash of the entries of a configuration on which the model's results depend, those of its text model."""
     text = config.get_text_config(decoder=True)
     fields = {name: value for name, value in text.to_dict().items() if name not in _PASSING}
+    # default: some values are no JSON, such as dtypes
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def name_of_config(config: Any) -> str:
     """Return a readable name for a model: its name on the hub, the name of its folder, or its model type."""
     name = str(getattr(config, "name_or_path", "") or "").replace("\\", "/").rstrip("/")
+    # a folder: names on the hub have one slash
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         name = name.rpartition("/")[2]
     return name or str(config.model_type)

@@ -358,7 +358,7 @@ def _about(parts: FileParts) -> dict[str, Any]:
 
 
 def _about_layer(layer: RowCopy) -> dict[str, Any]:
-    """Return the description of one layer."""
+    """Return the description of one layer, as `file_format.described_layers` reads it: all but its tensors."""
     numbers = {name: int(tensor) for name, tensor in layer.tensors.items() if _is_number(tensor)}
     heads, used = layer.positions.shape
     budget = layer.budget if isinstance(layer.budget, int) else list(layer.budget)
@@ -415,7 +415,7 @@ def packed_bits(bits: Bool[Tensor, " n"]) -> UInt8[Tensor, " bytes"]:
 
 def _bytes(tensor: Tensor) -> bytes:
     """Return the content of a tensor as bytes."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1).view(torch.uint8)  # numpy has no bfloat16
     return flat.numpy().tobytes()
 
 
@@ -447,7 +447,7 @@ class Writing(threading.Thread, Generic[_T]):
 
         A failure stops the thread and is stored in ``error``.
         """
-        before, self._before = self._before, None
+        before, self._before = self._before, None  # each thread would keep all threads before it
         try:
             if before is not None:
                 before.join()

@@ -131,6 +131,7 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
         dim: channels of a vector.
     """
     numbers, scales, bits = codes
+    # / and not //: an odd number of channels of 4 bits has no shape
     if scales.dtype != torch.float16 or numbers.dtype != NUMBERS.get(bits) or numbers.shape != (*slots, dim * bits / 8):
         return False
     groups, rest = divmod(scales.shape[-1], HALVES[bits])
@@ -146,6 +147,7 @@ def _fits(transform: KeyTransform, keys: tuple[int, int, int]) -> bool:
     exponents, normals = transform
     if normals is not None:
         B, Hk, D = keys
+        # the kernel reads all normals of a head as one piece
         if normals.dtype != torch.float32 or normals.shape != (B, Hk, n_normals(D), D) or normals.stride(2) != D:
             return False
     return exponents is None or (exponents.dtype == torch.int8 and exponents.shape == keys)

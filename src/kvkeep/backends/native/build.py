@@ -106,7 +106,7 @@ def _load() -> Native:
 
 
 def _found_or_made(compiler: str, folder: Path) -> Native:
-    """Return the kernel of a wheel or of the cache folder, or compile it."""
+    """Return the kernel that lies compiled in the cache folder, or compile it. Damaged files of it are removed."""
     key = _key(compiler)
     for path in levels.libraries(key, folder):
         if (library := _opened(path)) is not None:

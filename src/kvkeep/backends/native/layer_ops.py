@@ -172,6 +172,7 @@ def quantized_linear(
         return found[0]
     if not slow(x.dtype) or x.dtype != weight.dtype:
         return linear(x, weight.dequantize(), bias)
+    # torch is faster in float32 here, see `slow`
     wide = weight.to(torch.float32).dequantize()
     return linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
@@ -596,7 +597,7 @@ class ModelStep:
             *(self._count, torch.get_num_threads(), kept, ctypes.addressof(turns), x.data_ptr()),
         )
         failed = library.kvkeep_model_step(packed)
-        if failed > 0:
+        if failed > 0:  # below 0 nothing has changed
             raise MemoryError("There was no memory for all of a decode step.")
         return not failed
 

@@ -120,6 +120,7 @@ def processor() -> str:
     """Return the description of the processor that ``-march=native`` depends on."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
+        # the first core stands for all
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"

@@ -85,7 +85,8 @@ def step(  # noqa: PLR0913  all that the kernel is told
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> NativeStep | None:
-    """Return the packed arguments of `Backend.step`, for windows that are equal; ``None`` if the kernel cannot run it.
+    """Return the packed arguments of `Backend.step`; ``None`` if the kernel cannot run it. The windows of ``options``
+    and of ``limits`` must be equal.
 
     ``ranges`` and ``codes`` are those of `attend`. ``wanted`` asks for the mass alone, with a ring for low as well; it
     is ``None`` if the policy has no sums. With a ``turn`` the slots' keys are unrotated, and the token is rotated to
@@ -177,7 +178,7 @@ class NativeRepeat:
         new = len(step.attention)
         self.packed, self.within, self._tables = packed, None, step.tables
         self.library = step.library
-        self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]
+        self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]  # the sizes; the number of threads may change
         self._slots = packed[_QUERY_END:_NOW]
         self._asked, self._limits = packed[_NOW + _OUT.size : new], packed[new + _NEW.size :]
         self._query, self._keys, self._values = (_kind(tensor) for tensor in (query, keys, values))

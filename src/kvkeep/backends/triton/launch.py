@@ -91,7 +91,9 @@ def interprets() -> bool:
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Return whether kernels can read the tensors: a device with kernels, dense in the last axis, no gradients."""
+    """Return whether kernels can read the tensors: all plain, on a device with kernels, dense in the last axis, without
+    gradients; ``False`` while a compiler traces.
+    """
     if tensors[0].device.type not in kernels().devices or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
@@ -306,7 +308,7 @@ def limits(limits: SlotLimits) -> dict[str, Any]:
         **either("limits", "limit", stay, limits.seen),
         **_per_head("limit", stay),
         "SLIDES": limits.window is not None,
-        "prompts": limits.seen if limits.prompt is None else limits.prompt,
+        "prompts": limits.seen if limits.prompt is None else limits.prompt,  # without `CHOSEN` it is not read
         "prompt_row": 0 if limits.prompt is None else limits.prompt.stride(0),
         "CHOSEN": limits.prompt is not None,
     }

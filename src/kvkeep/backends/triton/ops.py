@@ -161,6 +161,7 @@ def _write_codes(
     (B, Hk, S), arranged = slots.positions.shape, launch.codes(slots)
     found = torch.empty((B, Hk, 1), dtype=torch.int64, device=now.device)
     key = _transformed(new[0], slots.transform, -1)
+    # this kernel works on groups, and has blocks of these
     lying = {name: value for name, value in launch.store(slots).items() if not name.startswith("BLOCK")}
     _launch(
         append_codes,

@@ -38,12 +38,8 @@ MOST_WRONG = 1e-3
 def causal(
     query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T D"], scaling: float
 ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | None]:
-    """Compute a whole prompt's attention with torch.
-
-    Also return the log-sum-exp in base 2; ``None`` if torch does not give it.
-
-    Returns:
-        the output, and for each row the logarithm in base 2 of its sum of exponentials.
+    """Compute a whole prompt's causal attention with torch. Return the output, and for each row the logarithm in base 2
+    of its sum of exponentials; ``None`` in its place if torch does not give it.
     """
     kind = _kind(query, keys, values, scaling)
     if kind is not None and _is_right(kind, query.device, query.dtype):
@@ -258,6 +254,7 @@ class Prefill:
         plain = self.options.window is None and self.options.softcap is None and self.options.sinks is None
         if not plain or self.query.shape[2] != self.keys.shape[2]:
             return False
+        # while a graph is captured, the host cannot wait for the answer
         if self.fresh or (self.query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.fresh
         columns = torch.arange(self.query.shape[2], device=self.query.device)
@@ -329,7 +326,6 @@ class Prefill:
         bounds: Int[Tensor, "B 2"] | None = None,
     ) -> None:
         """Run the forward kernel, which fills ``out`` (if given) and ``lse``."""
-
         from kvkeep.backends.triton import prefill  # imports Triton
 
         (B, Hq, T, D), S, E, window = self.query.shape, *self.values.shape[2:], self.options.window
@@ -366,7 +362,9 @@ class Prefill:
         }
 
     def _factors(self) -> tuple[float, float]:
-        """Return ``inner`` and ``outer`` of `prefill.logits`."""
+        """Return ``inner`` and ``outer`` of `prefill.logits`: the factor of products, and the soft cap, both so that
+        logits are to base 2.
+        """
         scaling, cap = self.options.scaling, self.options.softcap
         return (scaling * LOG2E, 1.0) if cap is None else (scaling / cap, cap * LOG2E)
 

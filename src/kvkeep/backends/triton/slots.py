@@ -300,6 +300,7 @@ def coded(
             tl.store(scales + j, scale)
             code = rounded(low, scale.to(tl.float32), -127.0, 127.0)
         else:
+            # + 0.0: zero has one sign
             offset = half(tl.min(tl.where(inside, tl.minimum(low, high), float("inf")), 0) + 0.0)
             from_zero = offset.to(tl.float32)
             most = tl.max(tl.where(inside, tl.maximum(low, high), float("-inf")), 0)

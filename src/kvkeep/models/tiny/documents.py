@@ -141,6 +141,7 @@ _TEST = _people(
 
 
 def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
+    """Yield neutral sentences, without end."""
     return own_filler(rng)
 
 
@@ -177,10 +178,12 @@ def _foreign(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
 
 
 def _rows(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    """Yield rows of a table that state other facts."""
     return (_row(fact) for fact in _others(rng, facts))
 
 
 def _row(fact: Fact) -> str:
+    """Return a fact as a row of a table: owner, thing, kind and value."""
     return fact.say(_ROW.replace("{kind}", fact.kind.name))
 
 
@@ -335,6 +338,7 @@ def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float,
 
 def _woven(filler: Sequence[str], said: Sequence[str], places: Iterable[float], joint: str) -> tuple[str, list[int]]:
     """Insert facts between evenly spread sentences. Return the text, and where in it each fact begins."""
+    # -1 marks a sentence that is no fact, and puts it before a fact at the same place
     parts = [((i + 0.5) / len(filler), -1, sentence) for i, sentence in enumerate(filler)]
     parts += [(place, number, said[number]) for number, place in enumerate(places)]
     starts, at = [0] * len(said), 0

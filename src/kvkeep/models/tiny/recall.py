@@ -338,7 +338,7 @@ def most_facts(lexicon: Lexicon) -> int:
 
 
 def side(n: int) -> int:
-    """Return how many owners, and how many things, ``n`` facts share."""
+    """Return how many owners, and how many things, ``n`` facts share: about 1.5 times the root of ``n``."""
     return min(n, 2 + int(1.5 * n**0.5))
 
 
@@ -392,6 +392,7 @@ def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
     spec = HELD_OUT.kind(kind)
     taken = {(f.kind.name, f.owner, f.thing) for f in facts}
     is_material = kind == "owner"
+    # sorted, as the order of a set differs from run to run
     owners = sorted({f.owner for f in facts if (f.kind.name == "owner") == is_material})
     owners = owners or list(HELD_OUT.materials if is_material else HELD_OUT.names)
     things = sorted({f.thing for f in facts}) or list(HELD_OUT.things)
@@ -401,12 +402,14 @@ def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
 
 
 def _other_value(fact: Fact, rng: random.Random) -> str:
+    """Draw a value for a fact that differs from its own."""
     while (value := draw_value(fact.kind, HELD_OUT, rng)) == fact.value:
         pass
     return value
 
 
 def _estimate(text: str) -> int:
+    """Return about how many tokens a text has: 1.45 for each word."""
     return round(1.45 * len(text.split()))
 
 
