@@ -69,6 +69,7 @@ def split_arms(text: str) -> list[PolicyArm]:
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
         if "=" in piece and ":" not in piece and pieces:
+            # the first option follows a colon, the others commas
             pieces[-1] += ("," if "=" in pieces[-1] else ":") + piece
         else:
             pieces.append(piece)

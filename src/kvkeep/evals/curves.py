@@ -123,6 +123,7 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
     Right answers are counted over all seeds; the interval of other measures needs several seeds.
     """
+    # of the measures only recall's accuracy has its right answers counted
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
     if measure.key != "accuracy" or any(None in pair for pair in counts):
         return x, spread.mean, of_mean(spread)
@@ -179,6 +180,7 @@ def _kept_curve(name: str, group: Sequence[Row]) -> Series:
     """
     points: list[Point] = []
     for tenth in range(TENTHS):
+        # first over the contexts of a seed, then over seeds: only seeds are independent
         spread = over([over([100 * row["score"]["kept"][tenth] for row in same]).mean for same in by_seed(group)])
         points.append((100 * (tenth + 0.5) / TENTHS, spread.mean, of_mean(spread)))
     return _series(name, points, reference=is_full(group))

@@ -188,6 +188,7 @@ class DatasetRows:
             try:
                 found.append(reader(row))
             except _WRONG as error:
+                # a KeyError shows the name of the missing field, a ValueError is a sentence of the reader's own
                 said = f"it has no {error}" if isinstance(error, KeyError) else "it has another form"
                 said = f"{error}" if isinstance(error, ValueError) else said
                 raise InputError(f"{self.place(number)} is no {what}: {said:.80}.") from error
@@ -257,13 +258,14 @@ def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
     found, hashed = False, hashlib.sha256()
     for path in sorted({path for source in sources for path in _files(data, source)}):
         found = True
+        # the name within the folder, so that a folder that was moved has the same hash
         name = path.relative_to(str(data)).as_posix()
         hashed.update(name.encode() + b"\0" + hashlib.sha256(_bytes(path)).digest())
     return hashed.hexdigest()[:16] if found else None
 
 
 def _found(folder: str | None, source: Source, task: str) -> Path:
-    """Return the path of a data set in the data folder.
+    """Return the path of a data set in the data folder, or explain how to get it.
 
     Raises:
         InputError: the folder or the data set is missing.

@@ -164,12 +164,14 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
         BudgetError: the budget is refused.
     """
     cell = plan.cell
+    # a cache learns of the new tokens only when they come
     if plan.policy.grows and plan.policy.grows.room < new_tokens:
         raise BudgetError(
             f"{cell.task} {cell.case}: {cell.policy} keeps every new token, and up to {new_tokens} follow the text. "
             f"Give it room={new_tokens} or more, or another decode mode."
         )
     try:
+        # a cache that was never used has no slots yet
         plan.setup.cache(checkpoint, plan.policy, plan.budgets)
     except BudgetError as error:
         raise BudgetError(

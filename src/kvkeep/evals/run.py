@@ -108,6 +108,7 @@ def lay_out(
         for kind in tasks:
             task = kind.load(checkpoint, own)
             part = TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own)
+            # a task that ignores the way to ask would be planned once for each way
             if cells.isdisjoint(mine := {planned.cell for planned in part.planned}):
                 cells |= mine
                 parts.append(part)
@@ -291,7 +292,7 @@ class CellRunner:
     def prepare(self, part: int) -> Task:
         """Return the task of a part, with what it has made with the full cache. Only the last part's task is held."""
         if self._task is None or self._part != part:
-            self._task = None  # its data are large
+            self._task = None  # its data are large, and would stay in memory beside the next one's
             task = self._sources[part].load(self.writer.checkpoint)
             with enough_memory(self.writer.model.device):
                 task.prepare(self.writer)

@@ -58,7 +58,12 @@ def words(drawn: random.Random, n: int) -> list[str]:
 
 
 class Haystack:
-    """Sentences without end: those of a text, from its start again when it is over, or the package's own."""
+    """Sentences without end: those of a text, from its start again when it is over, or the package's own.
+
+    Args:
+        text: the text; ``None`` or an empty one for the package's own sentences.
+        seed: chooses the package's own sentences; without effect on a text.
+    """
 
     def __init__(self, text: str | None, seed: int):
         self._all = sentences(text or "")
@@ -79,7 +84,7 @@ def sentences(text: str) -> list[str]:
 
 
 def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Return sentences as one text, with needles between them, each after a share of the sentences."""
+    """Return sentences as one text, with needles between them, each after its share (``depths``) of the sentences."""
     places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
     parts, before = [], 0
     for place, needle in places:
@@ -134,7 +139,9 @@ TASKS = {
 
 
 def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int], Item]:
-    """Return a function that makes a text with a number of sentences around the needles."""
+    """Return a function that makes a text with a number of sentences around the needles: the same needles at the same
+    depths for every number.
+    """
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
@@ -144,7 +151,7 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
         asked = keys[: task.n_queries]
         context, depths = _context(task, haystack, needles, n, drawn)
         answers = tuple(value for key in asked for value in held[key])
-        single = len(answers) == 1
+        single = len(answers) == 1  # several answers stand at several depths
         return _item(task, context, _listed(asked), answers, depths[0] if single else None)
 
     return make
@@ -172,7 +179,7 @@ def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> 
     hay: list[str] = []
     while len(hay) < n:
         key = value(task.keys, drawn)
-        if not any(f" {key} " in needle for needle in needles):
+        if not any(f" {key} " in needle for needle in needles):  # else the question would have two answers
             hay.append(_said(task, key, value(task.values, drawn)))
     return hay
 

@@ -76,7 +76,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_length(self) -> int:
         """Return the most tokens that a text may have. Longer texts lose their beginning, as usual in lm-eval."""
-        return self._asked.max_length or self._checkpoint.trained_length or 2048
+        return self._asked.max_length or self._checkpoint.trained_length or 2048  # lm-eval's own default
 
     @property
     def max_gen_toks(self) -> int:
@@ -163,7 +163,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> ContextPair:
         """Return a context and its continuation as tokens. The beginning of a context that is too long is left out."""
-        room = self.max_length + 1 - len(continuation)
+        room = self.max_length + 1 - len(continuation)  # nothing follows the last token, so it is never fed
         self._asked.check_room(room, len(continuation), self.max_length)
         prompt, first, length = self._cut(texts[0], context, room)
         return ContextPair(prompt, tuple(continuation), first, length)

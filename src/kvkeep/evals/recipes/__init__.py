@@ -100,6 +100,7 @@ def find(name: str) -> Recipe:
         apart=tuple(found["apart"]),
         run=found["run"],
         quick=found["quick"],
+        # a list of columns names the parts themselves
         columns={key: tuple(columns[key]) if isinstance(columns, dict) else (key,) for key in columns},
         figures={policy: tuple(map(float, figures)) for policy, figures in found["figures"]["rows"].items()},
     )

@@ -202,14 +202,22 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _among(label: object, known: Sequence[object]) -> int:
-    """Return the place of the right answer's label among the known ones."""
+    """Return the place of the right answer's label among the known ones.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     if label not in known:
         raise ValueError(f"the answer {label!r} names no choice")
     return known.index(label)
 
 
 def _one_of(label: object, n: int) -> int:
-    """Return the number of the right one of ``n`` choices."""
+    """Return the number of the right one of ``n`` choices, counted from 0, after a check of its range.
+
+    Raises:
+        ValueError: the label is no such number.
+    """
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < n:
         raise ValueError(f"the label {label!r} names no choice")
     return label
@@ -304,6 +312,7 @@ class MultipleChoice(Task):
         """
         if options.ask == "later" and not options.shots:
             raise InputError("shots=0 leaves nothing to cut before the question: give examples, or ask inside.")
+        # without any file all are tried, and the error says what is missing
         chosen = task.chosen(cls.name, options.parts, NAMES, known_in(options.data) or NAMES)
         later = ",ask=later" if options.ask == "later" else ""
         asked = {f"{name},shots={options.shots}{later}": _all(checkpoint, options, name) for name in chosen}
@@ -365,12 +374,14 @@ def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
     if len(found) <= options.shots:
         raise InputError(f"{name} has {len(found)} questions, too few for shots={options.shots} and one to ask.")
     n = min(options.limit or QUESTIONS, len(found))
+    # the next seed goes on where this one ends
     return [_one(checkpoint, options, name, found, (options.seed * n + i) % len(found)) for i in range(n)]
 
 
 def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Choice], number: int) -> _Asked:
     """Return a question with its solved examples before each choice, tokenized."""
     others = [i for i in range(len(found)) if i != number]
+    # by the question's number, so that a run of more questions has the same ones before each
     shown = random.Random(f"{name} {options.seed} {number}").sample(others, options.shots)
     before = "".join(found[i].solved + _BETWEEN for i in shown)
     one = found[number]

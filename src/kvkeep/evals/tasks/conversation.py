@@ -97,6 +97,7 @@ def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
         text += f"{_TURN}{turn}"
         ids = encode(checkpoint, text, raw=True)[0]
         size = min(len(ids), len(prompt.ids))
+        # a tokenizer may join the end of a turn with what follows: a turn ends with the last equal token
         differs = (ids[:size] != prompt.ids[:size]).nonzero()
         found.append(min(int(differs[0]) if len(differs) else size, prompt.first))
     return found

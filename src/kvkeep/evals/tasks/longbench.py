@@ -73,7 +73,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     """Return one of LongBench's tasks as prompts with their grading."""
     task, every = described()[name], read(name, options.data)
     n = min(options.limit or len(every), len(every))
-    items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
+    items = [every[(options.seed * n + i) % len(every)] for i in range(n)]  # the next seed goes on where this one ends
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
     if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
@@ -109,7 +109,11 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
 
 
 def _some(answers: list[Any]) -> list[Any]:
-    """Return the answers after a check that there is one."""
+    """Return the answers unchanged, after a check that there is one.
+
+    Raises:
+        ValueError: there is none.
+    """
     if not answers:
         raise ValueError("it has no answer, so that every reply would be wrong")
     return answers

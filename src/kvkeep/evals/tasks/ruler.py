@@ -92,7 +92,11 @@ def _makers(name: str, options: Options) -> _Maker:
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> TaskCase:
-    """Return one of RULER's tasks at a length as prompts with their grading."""
+    """Return one of RULER's tasks at a length as prompts with their grading.
+
+    Raises:
+        TooShortError: the task does not fit into the length.
+    """
     maker = _makers(name, options)
     new = _NEW.get(name, _NEW_OF_NEEDLES)
     room = length - new

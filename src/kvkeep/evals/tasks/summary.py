@@ -69,7 +69,7 @@ class Summary(QATask):
         return {**found, "words": sum(len(text.split()) for text in texts) / len(texts)}
 
     def _rouge(self, case: str, texts: Sequence[str]) -> dict[str, list[float]]:
-        """Return the ROUGE scores of the summaries."""
+        """Return F1 of each summary, by kind of ROUGE."""
         answers = [prompt.item.answers[0] for prompt in self.made[case].prompts]
         # "###" begins the next article where a model goes on after its summary
         return grading.scores([text.split("###")[0] for text in texts], answers)
