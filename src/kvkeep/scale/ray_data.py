@@ -110,6 +110,7 @@ class Stage:
         if COMPLETION in batch.column_names:
             raise InputError(f'The dataset has a column "{COMPLETION}", the name of the result; rename it.')
         names = [name for name in _READ if name in batch.column_names]
+        # all rows first, so that they share the engine's rows; then the answers
         waiting = [self._begun(row) for row in batch.select(names).to_pylist()]
         answers = [_completion(answer if isinstance(answer, str) else answer.result()) for answer in waiting]
         kinds = {name: pyarrow.string() for name in _TEXTS} | {name: pyarrow.int64() for name in _NUMBERS}
@@ -118,6 +119,7 @@ class Stage:
     def _begun(self, row: Mapping[str, Any]) -> Any:
         """Queue a row's request, and return a future of its results; or the reason why the row cannot run, as text."""
         try:
+            # number, fingerprint and fields are for output files, of which there is none
             line = InputLine(1, "", {}, _request(row, self._sampling, raw=self._raw))
         except (KVKeepError, ValueError) as error:
             return reason_of(error)
@@ -137,8 +139,9 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
         options = json.loads(options)
     if prompt is not None and not isinstance(prompt, str):
         raise InputError('its "prompt" is no text')
+    # the prompt is set below as a text: any token stands for it while the options are checked
     asked = request_of(1, (0,), options or {}, sampling)
-    own = isinstance(options, dict) and "seed" in options
+    own = isinstance(options, dict) and "seed" in options  # such a row draws as it would alone
     sequence = 0 if own else _sequence(prompt, messages, options)
     return dataclasses.replace(asked, prompt=prompt, messages=messages, raw=raw, sequence=sequence)
 

@@ -114,15 +114,16 @@ class Replica:
         return ReplicaFacts(self._weights, self._engine.rows, self._engine.row_bytes, os.getpid())
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the statistics that Ray Serve passes to routers."""
+        """Return the number of rows, which Ray Serve passes to routers."""
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the numbers that Ray Serve passes to `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
+        """Return the rows, and the requests that run or wait, for `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:
         """Write all sessions and let other replicas take them. Ray Serve has waited for the requests."""
+        # Ray Serve calls this, and then Python again, also where `__init__` has failed
         if (engine := self.__dict__.pop("_engine", None)) is None:
             return
         if self._handover is not None:

@@ -40,7 +40,7 @@ def is_parquet(name: str) -> bool:
 
 
 def is_within(name: str, source: str) -> bool:
-    """Return whether a file lies in the folder that is the input."""
+    """Return whether a file is one that would be read from the folder that is the input."""
     return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
 
 
@@ -210,7 +210,7 @@ class Destination:
                     self._published = self._size()
                 yield
             finally:
-                self._copy.unlink(missing_ok=True)
+                self._copy.unlink(missing_ok=True)  # of a download that was cut off
                 if self._size() == self._published:
                     self.path.unlink(missing_ok=True)
                 with suppress(OSError):  # lines that were set aside are in there
@@ -234,7 +234,7 @@ class Destination:
             self._system.move(self._part, self._at)
             if self._is_local:
                 sync_folder(Path(self._at).parent)
-        if complete:
+        if complete:  # otherwise the file stays, and the same command goes on from it
             self._published = self._size()
 
     def _check(self) -> None:
@@ -261,6 +261,7 @@ class Destination:
                 except FileNotFoundError:  # removed since it was made
                     continue
             with lock:
+                # the lock may be on a folder that was removed, and perhaps made again, before it was taken
                 if self._folder.is_dir() and os.path.samestat(before, self._folder.stat()):
                     yield
                     return
