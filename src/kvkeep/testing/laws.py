@@ -214,6 +214,7 @@ def heads_are_independent(policy: Policy, case: Case) -> None:
         return
     tape = Tape.random(case)
     other = Tape(tape.query.clone(), tape.keys.clone(), tape.values.clone(), tape.real)
+    # all heads but the first get other contents
     other.query[:, case.group :] *= -3.0
     other.keys[:, 1:] = other.keys[:, 1:].flip(-1)
     for one, two in zip(run(policy, case, tape), run(policy, case, other), strict=True):
@@ -228,6 +229,7 @@ def processes_share_the_heads(policy: Policy, case: Case) -> None:
     """
     case = replace(case, heads=2 * case.heads)
     tape, outs = Tape.random(case), list[tuple[Tensor, Tensor]]()
+    # closed, so that its threads end with a failed comparison as well
     with closing(run_shared(policy, case, tape, 2)) as together:
         for step, (one, parts) in enumerate(zip(run(policy, case, tape), together, strict=True)):
             whole, shared = held([one]), held(parts)
@@ -251,6 +253,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
             held = [[p for p in head if p != EMPTY] for head in positions.tolist()]
             wanted = [[p for p in head if p != EMPTY] for head in kept[0].tolist()]
             assert held == wanted, f"row {row}, step {step}: kept {held}, without slots {wanted}"
+            # the first output is that of the prompt, whose padding `replay` does not have
             real = got if step else got[:, :, tape.real[row, : case.prompt]]
             torch.testing.assert_close(real.double(), out, rtol=1e-4, atol=1e-5)
 
@@ -283,6 +286,7 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
             assert score.dtype == torch.float32, f"scores are {score.dtype}, not float32"
             return score
 
+    # the same policy in another class, whatever the arguments of its own are
     spy = object.__new__(Spy)
     spy.__dict__.update(policy.__dict__)
     for _ in run(spy, case):
