@@ -84,7 +84,7 @@ def _arm(text: str) -> PolicyArm:
     named: dict[str, str] = {}
     for word in words:
         if word.partition(":")[0] in (*_head_budgets.RULES, _head_budgets.PROFILE):
-            _head_budgets.parsed(word)
+            _head_budgets.parsed(word)  # checks it
             kind, value = "head_budget", word
         else:
             kind, value = "kv_bits", _bits(text, word)

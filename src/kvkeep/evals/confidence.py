@@ -318,7 +318,9 @@ def _parts(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, dict[str, Grades]]:
-    """Return the grades of each policy at each budget."""
+    """Return the grades of each policy at each budget: budget → policy → grades; policies that never evict stand under
+    every budget.
+    """
     full = {name: grades(own) for name, own in by_policy([row for row in rows if is_full([row])]).items()}
     bounded = by_budget([row for row in rows if not is_full([row])])
     return {

@@ -64,6 +64,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def heat(rows: Sequence[Row]) -> list[Heat]:
     """Return maps of the hidden facts found, by depth and context: one for each task, protocol, policy and budget."""
+    # the context, with which a case's name begins, is an axis of the map
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
         lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_policy([row]))), str(row["budget"])),
@@ -209,6 +210,7 @@ def _titled(group: Sequence[Row], panel: Panel) -> Panel:
         return panel
     if len(panel.series) > MOST_INTERVALS:
         return replace(panel, series=[replace(series, interval=()) for series in panel.series])
+    # chr(10), since Python 3.11 takes no backslash within the braces
     return replace(panel, title=f"{panel.title}{', ' if several else chr(10)}with 95 % intervals")
 
 

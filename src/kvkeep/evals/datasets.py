@@ -224,12 +224,12 @@ def rows(
         found = _objects(str(source.hub), "Row", enumerate(hub_rows(source.hub, otherwise), 1))
     else:
         path = _found(data, source, task)
-        if path.name == source.saved:
+        if path.name == source.saved:  # a folder of the package datasets
             found = _objects(str(path), "Row", enumerate(saved(path, source.hub.split if source.hub else "test"), 1))
         elif path.suffix == ".jsonl":
             found = _objects(str(path), "Line", _lines(path))
         else:
-            content = _whole(path)
+            content = _whole(path)  # a list of rows, or a single object such as SQuAD's
             found = _objects(str(path), "Entry", enumerate(content if isinstance(content, list) else [content], 1))
     _check(found, fields or {})
     return found

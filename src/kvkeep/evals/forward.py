@@ -51,8 +51,9 @@ class Setup:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the rule for layers and the chunk."""
         if isinstance(self.layer_budget, str):
-            # checks the rule
+            # checks the rule, for which the numbers do not matter
             budgets.per_layer(self.layer_budget, budget=1, layers=1)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
@@ -84,6 +85,7 @@ class Setup:
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
         """
+        # the rule of a policy that divides budgets by itself has no name
         rule, own = policy.defaults.layer_budget, "its own" if policy.spreads else "uniform"
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),

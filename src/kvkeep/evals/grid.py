@@ -31,6 +31,7 @@ class RequestedBudget:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the range of the share or of the number."""
         if self.tokens is not None:
             ratios.check(self.tokens)
         elif self.ratio is None or not 0 < self.ratio <= 1:
@@ -72,7 +73,7 @@ class GridArguments:
         combinations = []
         for arm in self.arms:
             setup, budgets = arm.over(self.setup), list(dict.fromkeys(self.budgets))
-            if not arm.policy.evicts:
+            if not arm.policy.evicts:  # no rule about budgets or positions changes what it holds
                 setup, budgets = replace(PLAIN, kv_bits=setup.kv_bits), [EVERYTHING]
             combinations += [(arm.policy, budget, setup) for budget in budgets]
         return combinations

@@ -124,6 +124,7 @@ def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> 
     """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies of each
     batch.
     """
+    # the first question of a text stands for the text, which all its questions have in common
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
     for batch in batches([prompts[i].first for i in heads]):
         bounded = drive(heads[batch], batch.start)
@@ -152,6 +153,7 @@ def in_turns(
         turns: pieces of a text, of equal length.
         due: of each prompt, the number of turns after which it is asked.
     """
+    # as in `later`
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
     for batch in batches([prompts[i].first for i in heads]):
         bounded, first = drive(heads[batch], batch.start), [prompts[i] for i in heads[batch]]

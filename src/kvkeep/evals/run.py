@@ -152,7 +152,7 @@ def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
     cell = planned.cell
     try:
         outcome = task.run(writer, cell.case, planned.policy, planned.budgets, setup=planned.setup)
-    except CapacityError as error:
+    except CapacityError as error:  # it does not say of which cell
         raise CapacityError(f"{cell}: {error}") from error
     return {
         **asdict(cell),
@@ -352,6 +352,7 @@ class CellQueue:
     """
 
     def __init__(self, grid: Grid, records: Records) -> None:
+        """Number all cells, and queue those without a row."""
         self._records, done = records, records.done
         self.cells = dict(enumerate(grid.planned, start=1))
         self._pieces: dict[int, CellPiece] = {}

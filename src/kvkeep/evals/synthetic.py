@@ -144,6 +144,7 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
     """
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` sentences around the needles."""
         drawn = random.Random(seed)
         keys = values(task.keys, drawn, task.n_keys)
         held = {key: values(task.values, drawn, task.n_values) for key in keys}
@@ -276,6 +277,7 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     answer are left out.
     """
     asked = [question for row in rows for question in row]
+    # sorted, so that the numbers do not depend on the order of a set
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
     for article, said, _, _ in asked:
@@ -296,7 +298,7 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
     Raises:
         ValueError: a paragraph has another form.
     """
-    if "data" not in row:
+    if "data" not in row:  # a row of the hub
         return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
     found: list[_Flat] = []
     for number, article in enumerate(row["data"], 1):
@@ -312,6 +314,7 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
     """Yield a paragraph of SQuAD on its own, then once for each of its questions, with the answers."""
     context = text(paragraph, "context")
+    # a paragraph without any question is a document, too
     yield article, context, "", ()
     for entry in paragraph["qas"]:
         answers = [] if entry.get("is_impossible", False) else [answer["text"] for answer in entry["answers"]]
@@ -365,10 +368,12 @@ def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Calla
     """Return a function that makes a prompt with the needed documents and a number of others, in a random order."""
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` documents beside the needed ones, those about the same thing before others."""
         drawn = random.Random(seed)
         near = drawn.sample(asked.near, len(asked.near))
         far = [i for i in range(len(found.documents)) if i not in {*asked.needed, *near}]
         others = [*near, *drawn.sample(far, len(far))]
+        # too few others repeat, and where there are none nothing can
         chosen = [*asked.needed, *(others[:n] if n <= len(others) or not others else _again(others, n))]
         drawn.shuffle(chosen)
         shown = "\n\n".join(f"Document {i}:\n{found.documents[number]}" for i, number in enumerate(chosen, 1))
@@ -423,7 +428,9 @@ def chain(seed: str) -> Callable[[int], Item]:
     """Return a function that makes a text with one chain of variables among lines of noise, after a solved example."""
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` lines of noise."""
         drawn = random.Random(seed)
+        # names of other lengths, so that none of the example stands in the text
         example, text = _chained(drawn, 5, letters=3), _chained(drawn, n, letters=5)
         shown = f"{example.text}{example.question}{example.lead}{' '.join(example.answers)}\n\n"
         return Item(text=shown + text.text, question=text.question, lead=text.lead, answers=text.answers)
@@ -459,6 +466,7 @@ def common(seed: str, context: int) -> Callable[[int], Item]:
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` other words beside the common ones."""
         drawn = random.Random(seed)
         shown, solution = _numbered(drawn, *example)
         listed, answers = _numbered(drawn, n + _COMMON, often, seldom)
@@ -487,6 +495,7 @@ def coded(seed: str, room: int) -> Callable[[int], Item]:
     size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
     def make(n: int) -> Item:
+        """Return the item with about ``n`` coded words."""
         drawn = random.Random(seed)
         codes: dict[str, None] = {}
         while len(codes) < size:

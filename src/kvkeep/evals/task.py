@@ -82,6 +82,7 @@ class Options:
         Raises:
             InputError: an option is out of range, or makes no sense with another.
         """
+        # no contexts at all are refused like one of 0 tokens
         low = {"limit": self.limit, "contexts": min(self.contexts, default=0), "facts": self.facts}
         lengths = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens}
         for name, value in {**low, **lengths, "window": self.window, "stride": self.stride}.items():

@@ -116,7 +116,7 @@ class Arguments:
             InputError: an argument is unknown, or a number is out of range.
         """
         given = {key: value for key, value in options.items() if key not in _IGNORED and value is not None}
-        size = options.get("batch_size")
+        size = options.get("batch_size")  # 1 is lm-eval's own default, and no wish of the user
         if "rows" not in given and isinstance(size, int | str) and str(size).isdecimal() and int(size) > 1:
             given["rows"] = int(size)
         known = {field.name for field in fields(cls)}

@@ -33,6 +33,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
+        """Load the model, after a check of all arguments."""
         super().__init__()
         self._asked = Arguments.of(options)
         self._bounded = bounded_of(self._asked)
@@ -172,6 +173,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         """Return a prompt's last tokens, how many are read before the eviction, and how many a budget refers to."""
         lost = max(0, len(ids) - room)
         kept = tuple(ids[lost:])
+        # the last token is read after the cut: its logits score the first token that follows
         if self._protocol.inside:
             return kept, max(1, len(kept) - 1), len(kept)
         first = self._protocol.first(text, ids, self.tok_encode) - lost
@@ -213,7 +215,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         for place, score in scoring.scores(bounded, pairs):
             found[place] = score
             bar.update()
-            if texts is not None:
+            if texts is not None:  # windows are no requests of lm-eval, whose cache gets their sum
                 self.cache_hook.add_partial("loglikelihood", texts[place], score)
         bar.close()
         return found

@@ -288,6 +288,7 @@ class EvaluationProtocol:
     examples_mark: str = "\n\n"
 
     def __post_init__(self) -> None:
+        """Check the ways and the marks."""
         for name, way in {"question": self.question, "examples": self.examples}.items():
             if way not in WAYS:
                 raise InputError(f"{name}={way!r} is no protocol; use {' or '.join(WAYS)}.")

@@ -146,7 +146,7 @@ class Agreement(Task):
 
 def _score(equal: Float[Tensor, " n"], kl: Float[Tensor, " n"], parts: Int[Tensor, " n"]) -> dict[str, Any]:
     """Return the means over all comparisons, and over each eighth of the continuation."""
-    found = sorted(set(parts.tolist()))
+    found = sorted(set(parts.tolist()))  # a short continuation has fewer parts
     return {
         "agreement": equal.double().mean().item(),
         "kl": kl.double().mean().item(),

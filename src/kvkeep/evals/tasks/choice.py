@@ -122,6 +122,7 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
     """Return a reader of ARC or OpenBookQA: each choice is an object, or labels and texts are two lists (the hub)."""
 
     def read(row: Mapping[str, Any]) -> Choice:
+        """Return the question of a row."""
         if isinstance(asked := row.get("question"), Mapping):
             stem = text(asked, "stem")
             pairs = [(choice["label"], text(choice, "text")) for choice in asked["choices"]]
@@ -324,6 +325,7 @@ class MultipleChoice(Task):
 
     def settings(self) -> dict[str, Any]:
         """Return the number of questions, and a hash of the files."""
+        # of all files, so that results of other parts can be added to the same folder
         data = datasets.fingerprint(self.options.data, list(SOURCES.values()))
         return {"questions": self.options.limit or QUESTIONS, "data": data}
 
@@ -353,6 +355,7 @@ class MultipleChoice(Task):
     ) -> TaskOutcome:
         """Score all choices of a data set under a policy, and return how often the right one is the likeliest."""
         pairs = [pair for question in self.asked[case] for pair in question.pairs]
+        # the budget of a text follows from its length alone
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
         memories: list[MemoryUsage] = []
         bounded = BoundedModel(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)

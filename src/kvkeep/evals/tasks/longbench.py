@@ -63,7 +63,9 @@ class LongBench(QATask):
         """
         known = tuple(described())
         there = [name for name in known if datasets.has(options.data, source(name))]
+        # without any file all are tried, and the error says what is missing
         chosen = task.chosen(cls.name, options.parts, known, there or known)
+        # of all files, so that results of other parts can be added to the same folder
         data = datasets.fingerprint(options.data, [source(name) for name in known])
         about |= {"items": options.limit or "all", "data": data}
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
@@ -148,7 +150,9 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
     while keep > 0:
         half = keep // 2
         ends = (
-            checkpoint.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[half - keep :])
+            # the two ends, `keep` tokens together
+            checkpoint.tokenizer.decode(part, skip_special_tokens=True)
+            for part in (ids[:half], ids[half - keep :])
         )
         text = "".join(map(str, ends))
         made = replace(item, text=text)

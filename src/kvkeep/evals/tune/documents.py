@@ -71,7 +71,7 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
 def _question(line: str, place: str, text: str | None) -> UserQuestion:
     """Return a line of ``--questions`` as a question; without a text of its own it is about ``text``."""
     try:
-        entry = parse(line.encode("utf-8", "surrogatepass"))
+        entry = parse(line.encode("utf-8", "surrogatepass"))  # `parse` refuses half a character
     except ValueError as error:
         raise InputError(f'{place} is no JSON: {error}. Write {{"question": "…", "answer": "…"}}.') from error
     if not isinstance(entry, dict):
@@ -241,6 +241,7 @@ def _pieces(sentence: str) -> Iterator[str]:
     start = 0
     while start < len(sentence):
         stop = start + LONGEST_SENTENCE
+        # from the second character on, so that each piece has one
         if stop < len(sentence) and (space := sentence.rfind(" ", start + 1, stop)) > 0:
             stop = space
         if piece := sentence[start:stop].strip():

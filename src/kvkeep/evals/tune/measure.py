@@ -357,7 +357,7 @@ class Losses(Measure):
         assert not isinstance(full, str)
         # until the budget is full nothing is evicted, so no loss can differ
         first = -(-budget // PIECE)
-        tokens = self.length - 1 - first * PIECE
+        tokens = self.length - 1 - first * PIECE  # the first token has no loss
         more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 

@@ -276,6 +276,7 @@ def _ladders(
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
+        """Return what a row's bytes are counted from, after a check of the budget."""
         arm.setup.cache(checkpoint, parse(arm.policy), [budget])  # refuses a budget that is too small
         own_dtype = dtype or shape.dtype or torch.float32
         return Setting(

@@ -320,6 +320,7 @@ class Confirmation:
         for start in range(first, last, step):
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
+            # losses have no best case, and without a promise the share on all documents counts
             if self._promises and self._study.kind == "answers":
                 rest = self._study.expected(stop, last)
                 if best_case(found, rest, last - first) < self._target:
@@ -445,6 +446,7 @@ class CachedMeasure:
                 start += 1
                 continue
             end = min(last, start + _BLOCK)
+            # a block ends where known outcomes begin
             stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
             self._on_block(Progress(arm.label, None if arm is FULL else budget, len(known), self._expected))
             self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
@@ -599,7 +601,7 @@ def _all(
             unit
             for name, budget, unit in records.outcomes
             if (name, budget) == (candidate.arm.name, candidate.budget)
-            and (FULL.name, measure.room, unit) in records.outcomes
+            and (FULL.name, measure.room, unit) in records.outcomes  # with which it is compared
         ]
         if units:
             tallies = [tally for unit in units for tally in study.tallies(candidate, unit, unit + 1)]
