@@ -50,9 +50,11 @@ def record(
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, texts=texts)
         found = batch_input.line(line.number, line.digest, line.custom_id, body)
         ignored = {"ignored": list(line.asked.ignored)} if line.asked.ignored else {}
+        # `batch_input.line` begins with the id: see above
         kept = result_files.finite([_kept(result) for result in results])
         return {**found, **ignored, "kvkeep": kept, "made_by": made_by}
     own = {"options": line.options} if line.options else {}
+    # in this order, which `_BEGINNING` recognises
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
     return {COMPLETION: result_files.finite({**origin, **_completion(results[0])}), **line.fields}
 
@@ -151,6 +153,7 @@ class OutputFile:
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
+        """Begin without any completion; `open` reads those of an earlier run."""
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}

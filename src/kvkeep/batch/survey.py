@@ -53,6 +53,7 @@ class Pace:
     """
 
     def __init__(self, work: TokenCounts, now: float) -> None:
+        """Begin to count at the present time."""
         self._prompts, self._waiting = work
         self._begun = self._expected = 0
         self._read = self._written = 0
@@ -261,6 +262,7 @@ class Survey:
         """
         if "text" in entry:
             number, text = entry["line"], str(entry["text"])
+            # the entry's text may hold half of a character, which must not raise here
             return isinstance(number, int) and self.digests.get(number) == digest(text.encode(errors="replace"))
         name = entry["custom_id"]
         return isinstance(name, str) and self._names.get(_key(name)) in self.digests
@@ -400,7 +402,7 @@ def _free(path: Path) -> Iterator[None]:
     if not os.path.lexists(path):
         yield
         return
-    if not path.is_file():
+    if not path.is_file():  # a folder or a pipe, which no job has written
         raise foreign(path)
     with path.open("rb") as file:
         result_files.Lock(file, str(path))
