@@ -183,7 +183,7 @@ def _placed(prompt: str, ids: Sequence[int], tokens: Sequence[TextToken], texts:
     for number, token, end in zip(ids, tokens, ends, strict=True):
         part = decoded[token.start : end]
         place, step, text = at, len(part), token.text
-        if not prompt.startswith(part, at):
+        if not prompt.startswith(part, at):  # the tokenizer has changed the text here, or added a token
             bare = part.strip()
             near = prompt.find(bare, at, at + len(part) + _NEAR) if bare else -1
             if texts.is_special(number):

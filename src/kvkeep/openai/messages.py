@@ -379,6 +379,7 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if is_result and joins:
             found[-1]["content"] += f"\n{message['content']}"
         else:
+            # a template that knows no tools takes no role of theirs
             found.append({"role": "user", "content": message["content"]} if is_result else message)
         joins = is_result
     return found

@@ -101,6 +101,7 @@ def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
     place = f"{name}.json_schema" if nested else name
     if kind == "json_object" and given.get("schema") is None:
         return json_structure({"type": "object"})
+    # a schema beside json_object, too, is one that the answer has to follow
     described = given.get("json_schema") if "schema" not in given else given
     if not isinstance(described, dict) or described.get("schema") is None:
         raise ParameterError(place, 'has no schema; give {"name": "…", "schema": {…}}')
@@ -337,7 +338,7 @@ def _asks_for_nothing(name: str, value: object) -> bool:
         neutral = _UNBUILT[name]
     else:
         return False
-    return value in ("", [], {}) or value in neutral
+    return value in ("", [], {}) or value in neutral  # an empty value asks for nothing, whatever the field
 
 
 _SAME = (
@@ -527,6 +528,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
         ParameterError: there is no prompt, or one is empty or of another form.
     """
     prompt = given.get("prompt")
+    # an empty list has no prompts, though all of its entries are token ids
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
     if not prompts:
         raise ParameterError("prompt", "has no text")
@@ -657,7 +659,7 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found: Mapping[str, object] = given["logit_bias"]
     for token, added in found.items():
-        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):  # no vocabulary has ids of more digits
             raise ParameterError("logit_bias", f"has {short(token)} in place of a token id")
         if isinstance(added, bool) or not isinstance(added, int | float) or not LOGIT_BIAS.allows(added):
             raise ParameterError("logit_bias", f"adds {short(added)} to a logit; give a number from -100 to 100")
@@ -676,7 +678,7 @@ def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
         name, wanted, count = "top_logprobs", given.get("logprobs", False), given.get("top_logprobs", 0)
         if count and not wanted:
             raise ParameterError(name, "has no effect without logprobs: true")
-    if not 0 <= count <= 20:
+    if not 0 <= count <= 20:  # OpenAI's limit
         raise ParameterError(name, f"is {short(count)}, and there are 0 to 20")
     return {"logprobs": count} if wanted else {}
 

@@ -32,6 +32,7 @@ class ToolCallParser:
     """
 
     def __init__(self, name: str, use: ToolUse, names: Collection[str], *, anywhere: bool) -> None:
+        """Make the headers of calls that are looked for, each with its function's name."""
         form = use.form
         self._name, self._anywhere = name, anywhere
         heads = {tool: f"{tool}{form.middle}{{" for tool in names}
@@ -70,7 +71,7 @@ class ToolCallParser:
         for delta in (*self.add(text), *self.end()):
             content += delta.get("content", "")
             for part in delta.get("tool_calls", ()):
-                if "id" in part:
+                if "id" in part:  # begins a call, and all others go on with the last one
                     found.append({name: part[name] for name in ("id", "type", "function")})
                 else:
                     found[-1]["function"]["arguments"] += part["function"]["arguments"]
@@ -144,7 +145,7 @@ class _Object:
         Set ``ended`` if the object ends among them.
         """
         for place, letter in enumerate(text):
-            if self._quoted:
+            if self._quoted:  # brackets in a text do not count
                 self._quoted = self._escaped or letter != '"'
                 self._escaped = letter == "\\" and not self._escaped
                 continue
@@ -233,13 +234,14 @@ class Tools:
                 name or "structured_outputs", "names a form that goes together with no tools; leave one out"
             )
         form = self.use.form
-        several = self.parallel and form.next is not None
+        several = self.parallel and form.next is not None  # some forms have one call in an answer
         lines = ["%llguidance {}", *self._start(content)]
         lines.append(f"calls: opens name {'more* ' if several else ''}{json.dumps(form.last) if form.last else ''}")
         lines.append(f"opens: {' | '.join(map(json.dumps, form.opens))}")
         if several:
             lines.append(f"more: {json.dumps(form.next)} name")
         lines.append("name: " + " | ".join(f"call_{place}" for place in range(len(self.names))))
+        # in the order of `names`, by whose places the rules are called
         callable_ = [function for function in self.functions if function["name"] in self.names]
         lines += [self._rule(place, function) for place, function in enumerate(callable_)]
         try:
