@@ -37,6 +37,7 @@ def check_alive(ray: Any) -> None:
     address = str(ray.get_runtime_context().gcs_address)
     host, _, port = address.rpartition(":")
     try:
+        # brackets stand around an IPv6 address
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise LostClusterError(
@@ -101,6 +102,7 @@ class Need:
     memory: int = 0
 
     def __str__(self) -> str:
+        """Return the need in words, such as ``2 CPUs, 1 GPU and 3.00 GB``."""
         parts = [f"{self.cpus} CPU{'s' if self.cpus > 1 else ''}"]
         parts += [f"{self.gpus} GPU"] if self.gpus else []
         parts += [show_bytes(self.memory)] if self.memory else []

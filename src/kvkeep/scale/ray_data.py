@@ -73,7 +73,7 @@ def generate(
     return dataset.map_batches(
         Stage,
         batch_size=batch_size,
-        batch_format="pyarrow",
+        batch_format="pyarrow",  # tables, to which `Stage` appends a column
         concurrency=workers,
         fn_constructor_kwargs={**made, "options": options},
         **{"num_cpus": 1, **(resources or {})},
@@ -94,6 +94,7 @@ class Stage:
     def __init__(
         self, model: str | None, sampling: SamplingParams, raw: bool, dtype: str, options: Mapping[str, Any]
     ) -> None:
+        """Load the model, and start the engine's thread."""
         network, tokenizer = load_with_tokenizer(model, dtype=dtype)
         self._loop = Loop(Engine(network, tokenizer, **options))
         self._loop.start()

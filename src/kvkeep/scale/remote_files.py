@@ -71,11 +71,12 @@ def as_lines(source: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
             copy = Path(folder) / "lines.jsonl"
             try:
+                # pyarrow takes no relative path
                 system, path = fs.FileSystem.from_uri(source if is_address(source) else str(Path(source).resolve()))
                 with copy.open("wb") as target:
                     for name in _files(system, path, source):
                         _copy(system, name, target)
-            except InputError:
+            except InputError:  # says already what happened
                 raise
             except Exception as error:  # whatever a file system raises: no such file, no rights, no network
                 raise InputError(f"The input {source} cannot be read: {one_line(error):.300}") from error
@@ -167,6 +168,7 @@ class Destination:
     """
 
     def __init__(self, target: str, home: Path) -> None:
+        """Find the file system and the names; nothing is written yet."""
         try:
             from pyarrow import fs
         except ImportError as error:
@@ -315,7 +317,7 @@ class Destination:
         with self._system.open_output_stream(self._part) as stream:
             shutil.copyfileobj(lines, stream)
         if self._is_local:
-            with open(self._part, "rb+") as file:
+            with open(self._part, "rb+") as file:  # pyarrow's stream has no way to sync
                 sync(file)
 
     @contextmanager
@@ -341,6 +343,7 @@ def as_parquet(path: Path) -> bytes:
 
     with path.open("rb") as lines:
         rows = [_row(json.loads(line)) for line in lines]
+    # in the order in which lines first have them; lines may lack some
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         try:

@@ -232,6 +232,7 @@ class WorkerPool(Generic[F]):
         like: WeightLayout | None = None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
+        """Make the places; `begin` starts the workers."""
         self._ray, self._kind, self._make, self._like, self._tell = need_ray(), kind, make, like, tell
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": kind.at_once}
         options |= {"memory": need.memory} if need.memory else {}
@@ -426,7 +427,7 @@ class WorkerPool(Generic[F]):
                     said = self._ray.get(reference)
                 except Exception as error:  # whatever Ray raises for a process that has ended
                     self._replace(slot, last_words(error), take)
-                    break
+                    break  # the other calls were those of the dead worker
                 if reference is slot.starting:
                     if problem := self._welcome(slot, said):
                         self._dismiss(slot)
