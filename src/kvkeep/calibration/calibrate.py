@@ -107,6 +107,7 @@ def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
     replies: list[list[int]] = []
     for at in batches([len(question.ids) for question in asked]):
         prompts = [question.ids for question in asked[at]]
+        # with room for prompts and replies, since a full cache never evicts
         drive = Drive(writer, parse("full"), [max(map(len, prompts)) + most] * len(prompts))
         logits = drive.feed(*left_padded(prompts), last_only=True)
         replies += decode_greedily(drive, logits, most, ends)
@@ -360,7 +361,7 @@ def calibrate(
         UnsupportedModelError: the model's attention cannot be reached, or its layers differ in their heads.
     """
     about = {"weights": fingerprint(writer), "dtype": writer.dtype, **versions()}
-    part.agree({**job.manifest(), **about})
+    part.agree({**job.manifest(), **about})  # before anything is measured
     bench = _bench(job, writer, on_stage)
     alone = _alone(bench, part, on_stage)
     heads = needs(alone, bench.questions)
@@ -453,6 +454,7 @@ def _together(
     numbers = list(bench.heads)
     order = sorted((need, numbers[at], head) for at, row in enumerate(heads) for head, need in enumerate(row))
     chosen: list[Head] = [(layer, head) for _, layer, head in order]
+    # without 0, which a model of few heads has among its sizes
     sizes = sorted({round(len(chosen) * step / _STEPS) for step in range(1, _STEPS + 1)} - {0})
     row = part.find("together")
     if row is None or row["sizes"] != sizes:

@@ -62,6 +62,7 @@ def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
     Raises:
         InputError: the file cannot be read, or holds no table of numbers.
     """
+    # bytes that are no text are no numbers either, and the error names their line
     lines = _read(file).decode("utf-8-sig", "replace").splitlines()
     rows: list[tuple[float, ...]] = []
     for number, line in enumerate(lines, start=1):

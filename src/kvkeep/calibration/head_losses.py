@@ -207,6 +207,7 @@ def read(
     with enough_memory(model.device):
         logits = model(
             input_ids=passage.ids.to(model.device).expand(rows, -1),
+            # columns are no positions: every branch goes on where the stem ends
             position_ids=passage.positions.to(model.device).expand(rows, -1),
             **handed(model, cache),
             use_cache=True,
