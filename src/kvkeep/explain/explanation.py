@@ -183,7 +183,7 @@ def strips(found: Explanation, moment: int = -1) -> list[Heat]:
     names = [f"{layer}.{head}" for layer, head in found.heads]
     maps = []
     for run in found.runs:
-        now = _index(moment, run.ledger.moments, "moment")
+        now = _index(moment, run.ledger.moments, "moment")  # runs differ in length, and so in their last moment
         maps.append(
             _wide(f"Held after moment {now + 1}, % ({run.policy})", "layer.KV head", names, _held(found, run, now))
         )
@@ -219,6 +219,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
     """
 
     def share(run: PolicyRun) -> Float[Tensor, " H"]:
+        """Return the share of the moments since the token was read in which each head held it."""
         position = _index(token, run.ledger.read, "token")
         first = next(now for now in range(run.ledger.moments) if position < found.read(now))
         dropped = run.ledger.dropped[:, position]
@@ -229,7 +230,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
 
 
 def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor, " H"]]) -> list[Heat]:
-    """Return one map of layers and KV heads for each run, with the share that ``of`` gives for each head."""
+    """Return one map of layers and KV heads for each run: the share that ``of`` gives for each head, in percent."""
     layers, heads = sorted({layer for layer, _ in found.heads}), 1 + max(head for _, head in found.heads)
     # layers without slots have no line, and heads that a layer does not have stay NaN
     places = torch.tensor([layers.index(layer) * heads + head for layer, head in found.heads])

@@ -186,6 +186,7 @@ class WorkDone:
         self._weights: int = sum(weight.numel() for weight in model.parameters() if vocabulary not in weight.shape)
         self._pair: int = 2 * len(windows_of(config)) * config.get_text_config().hidden_size
         self._progress, self._done, self._all = progress, 0, 0
+        # the work of the prompt alone, under the full cache and in each run: how long answers will be is not known
         end = 0
         for piece in prompt.chunks():
             size, end = len(piece), end + len(piece)
@@ -346,6 +347,7 @@ def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
     kind = type(policy)
 
     def score(self: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Return the policy's scores, and hand a copy of them to ``take``."""
         found: Tensor = kind.score(self, view, state)
         # the first row: a run has one; copies, since what a policy sees is live and about to change
         positions = view.positions[0].clone()
