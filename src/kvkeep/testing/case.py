@@ -203,12 +203,12 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
 
 def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phase: Phase) -> View:
     """Return the `View` that a policy gets of the tape's tokens at these positions, one row long."""
-    index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)
+    index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)  # an empty slot may hold any key
     return View(
         positions=positions,
         keys=tape.keys.gather(2, index),
         values=tape.values.gather(2, index),
-        seen=positions.amax(dim=(1, 2)).long() + 1,
+        seen=positions.amax(dim=(1, 2)).long() + 1,  # the newest token is always there
         budget=case.budget,
         new=torch.tensor([new]),
         prompt=torch.tensor([prompt]),
@@ -277,7 +277,7 @@ class Fed:
         for number, row in enumerate(read):
             put(row, [block], number)
         other.layer.hold(block, columns=self.layer.columns)
-        other.layer.find_lead()
+        other.layer.find_lead()  # which a block that was read from files does not have
 
     def _through_a_file(self, contents: Contents) -> Contents:
         """Return a row after it was saved to a file and loaded again."""

@@ -53,6 +53,7 @@ def never_over_budget(policy: Policy, case: Case) -> None:
     """
     for moment in run(policy, case):
         for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
+            # heads that share a budget may have more than their part, but not together
             together = sum(position != EMPTY for head in row for position in head)
             assert together <= case.budget * case.heads, f"{together} slots of {case.heads} heads are occupied"
             for head in row:
@@ -132,6 +133,7 @@ def protected_tokens_stay(policy: Policy, case: Case) -> None:
     if not policy.evicts or not isinstance(policy.protected(case.budget)[1], int):
         return
     for moment in run(policy, case):
+        # heads may have budgets of their own, by which a policy says what it protects
         each = per_head([case.budget], case.rows, case.heads, torch.device("cpu"))
         each = each if isinstance(moment.layer.block.budget, int) else moment.layer.block.budget.expand_as(each)
         rows = zip(moment.positions.tolist(), moment.layer.seen.tolist(), each.tolist(), strict=True)
@@ -156,7 +158,7 @@ def pinned_tokens_stay(policy: Policy, case: Case) -> None:
             there = {position for position in wanted if position < seen}
             for head in row:
                 assert there <= set(head), f"pinned tokens {sorted(there - set(head))} were evicted"
-    if case.steps < MANY:
+    if case.steps < MANY:  # `replay` gathers the whole history in each step
         LAWS["slots_do_not_matter"](policy, pinned)
 
 
@@ -262,6 +264,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
 def chunks_compose(policy: Policy, case: Case) -> None:
     """Check that a prompt that a layer splits into chunks gives the same result as these chunks fed one by one."""
     size = max(2, case.chunk or 7)
+    # the last chunk may be shorter; without padding, since the chunks are fed without a mask
     case = replace(case, prompt=3 * size + case.seed % size, steps=0, chunk=size, padding=0)
     if not policy.evicts:
         case = replace(case, budget=case.prompt)
@@ -281,6 +284,7 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
 
     class Spy(type(policy)):  # type: ignore[misc]
         def score(self, view: View, state: State) -> Tensor:
+            """Return the policy's scores, and keep those of occupied slots."""
             score: Tensor = super().score(view, state)
             seen.append(score[view.positions >= 0])
             assert score.dtype == torch.float32, f"scores are {score.dtype}, not float32"
