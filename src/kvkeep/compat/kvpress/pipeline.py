@@ -61,6 +61,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             if number is not None and number < 1:
                 raise InputError(f"{name}={number} is below 1.")
         asked = {
+            # without a question the model goes on by itself
             "questions": [question or ""] if questions is None else list(questions),
             "answer_prefix": answer_prefix or "",
             "max_context_length": max_context_length,

@@ -173,7 +173,7 @@ def _become(cache: object, made: BoundedCache) -> None:
             "A press bounds an empty DynamicCache, and was given a BoundedCache. Leave one of two presses that are "
             "active together (also in another thread), or pass the cache to the model without a press."
         )
-    if type(cache) is not DynamicCache:
+    if type(cache) is not DynamicCache:  # a subclass stores in a way of its own
         raise InputError(
             f"A press bounds an empty DynamicCache, and was given a {type(cache).__name__}. Pass DynamicCache(), or no "
             "cache. For fewer bits per slot make a BoundedCache with `kv_bits`, without a press."
@@ -580,6 +580,7 @@ class ComposedPress(BasePress):
     presses: Sequence[BasePress]
 
     def __post_init__(self) -> None:
+        """Refuse more than one press."""
         if len(self.presses) != 1:
             raise UnsupportedOperationError(
                 f"ComposedPress of {len(self.presses)} presses has no equal in kvkeep: a cache has one policy. Compose "
@@ -613,6 +614,7 @@ class DecodingPress(BasePress):
     hidden_states_buffer_size: int = 256
 
     def __post_init__(self) -> None:
+        """Check the press and the numbers."""
         if not isinstance(self.base_press, (ScorerPress, AdaKVPress)):
             raise InputError(f"DecodingPress takes a ScorerPress or an AdaKVPress, not {self.base_press!r:.80}.")
         if self.target_size < 1 or self.compression_interval < 1:
