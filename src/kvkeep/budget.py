@@ -59,7 +59,7 @@ def check(budget: object) -> tuple[Number, ...]:
     for number in (head for row in found for head in (row if isinstance(row, tuple) else (row,))):
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
-        if number > MOST:
+        if number > MOST:  # its bits, since Python writes no number of thousands of digits
             raise BudgetError(
                 f"budget is a number of {number.bit_length()} bits, and no machine has memory for so much."
             )

@@ -270,6 +270,7 @@ def fault(found: Any) -> str | None:
         return "it does not say which model it belongs to, or how it was measured"
     if not isinstance(found.get("weights"), str | None):
         return '"weights" is neither a hash nor null'
+    # type() and not isinstance: true and false are ints to Python
     if type(least := found.get("least")) is not int or not 1 <= least <= MOST:
         return f'"least" is {least!r:.40}, and not a number of slots'
     if type(sinks := found.get("sinks", 4)) is not int or not 0 <= sinks <= MOST:

@@ -188,6 +188,7 @@ def number_of_heads(config: Any, ranks: int) -> int:
     """
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries
+    # some configurations have a number for each layer
     if type(keys) is not int or type(queries) is not int or getattr(config, "kv_lora_rank", None) is not None:
         raise UnsupportedModelError(
             f"{type(config).__name__} has no single number of KV heads, or makes them from latents, and kvkeep cannot "

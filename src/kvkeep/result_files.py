@@ -53,6 +53,7 @@ class Lock:
     """
 
     def __init__(self, target: IO[bytes] | Path, name: str, *, shared: bool = False):
+        """Take the lock without waiting for it."""
         self._own: int | None = None
         if sys.platform == "win32":  # nor can a folder be opened there
             return
@@ -281,6 +282,7 @@ class Results:
     names: Collection[str] = ()
 
     def __init__(self, path: Path):
+        """Look at the path; nothing is made or locked yet."""
         self.path = path
         self._locked = False
         self._held = ExitStack()
@@ -384,6 +386,7 @@ def read_rows(
     end = 0
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         row, what = _row(line, fault)
+        # only the last line can have been cut off; any other is damage
         if row is None and end + len(line) == len(data) and _is_torn(line, beginning):
             break
         if what is not None:
@@ -504,6 +507,7 @@ class RowFolder(Results, abc.ABC):
     beginning: bytes
 
     def __init__(self, path: Path):
+        """Read the rows that are there."""
         self.forget()  # before the folder is looked at, since `safe` counts the rows
         super().__init__(path)
         self._file = RowFile(path / ROWS, self.beginning, self.fault)
