@@ -35,7 +35,8 @@ _WRITTEN_HERE = re.compile(
 def record(
     line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """Build the output line for an input line.
+    """Build the output line for an input line: in OpenAI's format if the input line is, else the line's own fields and
+    the completion.
 
     Args:
         line: the line of the input.

@@ -334,6 +334,7 @@ def _different(answers: Any) -> tuple[str, ...]:
 
 def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
     """Return HotpotQA's paragraphs without repetition, and its questions with the paragraphs that each needs."""
+    # sorted, so that the numbers do not depend on the order of a set
     texts = sorted({said for _, _, shown in rows for said in shown})
     numbers = {said: i for i, said in enumerate(texts)}
     questions = [

@@ -108,6 +108,7 @@ def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> 
     """
     return {
         "tokens": [token.text for token, _ in tokens],
+        # JSON has no minus infinity
         "token_logprobs": [max(scored.value, LEAST) for _, scored in tokens],
         "top_logprobs": [_named(token, scored, texts) for token, scored in tokens],
         "text_offset": [offset + token.start for token, _ in tokens],

@@ -257,7 +257,7 @@ class Tools:
         """
         form, token = self.use.form, self.use.token
         mark = json.dumps(form.mark) if token is None else f"<[{token}]>"
-        # a mark that calls can do without is allowed only as a special token, which no text can be taken for
+        # where calls can do without the mark, only one that is a special token may come first
         begun = "mark" if form.needs_mark else "" if token is None else "mark?"
         marks = [f"mark: {mark}"] if begun else []
         if self.choice == "required":

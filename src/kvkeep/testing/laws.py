@@ -306,6 +306,7 @@ def saving_and_restoring_changes_nothing(policy: Policy, case: Case) -> None:
     if not bool(tape.real[:, :moment].any(dim=1).all()):
         return  # a row without a token
     old, new = (Fed(policy, case) for _ in range(2))
+    # the prompt in one step; a case without one begins with a generated token
     for stop in range(case.prompt or 1, moment + 1):
         old.feed(tape, stop)
     old.move_to(new)

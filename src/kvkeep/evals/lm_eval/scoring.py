@@ -236,7 +236,7 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
         bounded.writer.model,
         tokenizer,
         policy=bounded.policy,
-        budget=max(budgets),
+        budget=max(budgets),  # every request names its own, of at most this
         rows=min(bounded.rows, len(wishes)),
         **setup,
     ) as engine:
@@ -320,9 +320,10 @@ class EvaluationProtocol:
         """
         if not (characters := self.place(prompt)):
             return 0
+        # a tokenizer may join the beginning's end with what follows: only the tokens before it are cut
         begin = encode(prompt[:characters])
         same = next((i for i, (a, b) in enumerate(zip(begin, ids, strict=False)) if a != b), min(len(begin), len(ids)))
-        return min(same, len(ids) - 1)
+        return min(same, len(ids) - 1)  # one token at least has to be read after the cut
 
     def no_cut(self, prompt: str, lost: int) -> InputError:
         """Return the error about a prompt that has no text before its question, so that nothing could be evicted."""
