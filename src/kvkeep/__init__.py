@@ -137,6 +137,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    """Import the module of a public name when the name is first used, and return what it stands for."""
     name = "SamplingParams" if name == "Sampling" else name  # what scripts called it before 0.1.0
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -146,4 +147,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    """Return all public names, those that are not loaded yet included."""
     return __all__

@@ -123,12 +123,13 @@ def probe_cache(config: Any, make: Callable[[int], C]) -> tuple[PhasedCache, dic
 
 def keeps_states(config: Any) -> bool:
     """Return whether some layer of a model keeps a state of fixed size, which cannot go back to an earlier token."""
+    # nothing runs, so the length may be any
     layers = probe_cache(config, lambda index: FullAttention(1))[0].layers
     return any(not isinstance(layer, HandingLayer) for layer in layers)
 
 
 def positions_of(real: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Return the positions of tokens in their texts, -1 for padding."""
+    """Return the positions of tokens in their texts, counted over the real columns of each row; -1 for padding."""
     return (real.long().cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
 
 
@@ -231,7 +232,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, LayerTape]:
-    """Run texts under the full cache, and return the record of every layer, by its number in the model."""
+    """Run texts of equal length under the full cache at once, and return the record of every layer that has
+    slots, by its number in the model.
+    """
     cache = BoundedCache(model.config, "full", ids.shape[1])
     recorders = wrap_layers(cache, TapeRecorder)
     model(input_ids=ids.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
@@ -299,6 +302,7 @@ class AttentionSums:
         """
         query, options = step.query.float(), step.options
         backend = choose(query.device, query.dtype)
+        # the backend reports sums over all queries, so the newest query's own row is computed beside them
         out, report = backend.attend(AttentionInputs(query, slots, now, options, _MASS))
         self.mass = self._by_position(report.sums["mass"][0], slots)
         sees = reference.visible(now[:, -1:], slots.positions, options.window)
@@ -352,10 +356,12 @@ class BoundedAttention(Probe):
 
     def _seen(self, keys: Float[Tensor, "1 Hk S D"], new: Int[Tensor, " T"]) -> Slots:
         """Return the tokens that each head holds, with the new ones at the end."""
+        # heads may hold different numbers of tokens: the largest positions first, and empty slots fill up the rest
         most = int((self._positions >= 0).sum(dim=-1).amax())
         positions = torch.cat([self._positions.topk(most).values, new.expand(keys.shape[1], -1)], dim=-1).to(
             torch.int32
         )
+        # an empty slot gets any key: its position says that nobody sees it
         index = positions.long().clamp(min=0)[None, :, :, None].expand(-1, -1, -1, keys.shape[3])
         seen = keys.gather(2, index).float()
         return Slots(seen, seen, positions[None])  # only what keys receive is asked for, so values may be any
@@ -427,7 +433,7 @@ class FullCache:
         self._cache, self._layers = probe_cache(model.config, lambda index: FullAttention(length))
 
     def feed(self, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
-        """Run new tokens, and return the logits that follow the last one."""
+        """Append new tokens, and return the logits that follow the last one, in float32."""
         return next_logits(self._model, self._cache, ids, phase)
 
     def mass(self) -> Float[Tensor, "H n"]:
@@ -445,7 +451,10 @@ class FullCache:
 
 
 def next_logits(model: Any, cache: PhasedCache, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
-    """Run new tokens of one text over a cache, and return the logits that follow the last one."""
+    """Run new tokens of one text over a cache, which then holds them, and return the logits that follow the last one.
+
+    The cache's phase is set and stays.
+    """
     cache.phase = phase
     given = ids[None].to(model.device)
     logits: Tensor = model(input_ids=given, **handed(model, cache), use_cache=True, logits_to_keep=1).logits

@@ -111,8 +111,9 @@ class Mass(Statistic):
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
         weights = self.weights(rows.selected, rows.queries).to(p.dtype)
-        if T == 1:
+        if T == 1:  # one row needs no sum over rows
             return {"mass": p.squeeze(3).mean(dim=2) * weights[:, None]}
+        # mean over the group and weighted sum over the rows in one product
         return {"mass": (weights.repeat(1, G)[:, None, None, :] / G @ p.reshape(B, Hk, G * T, S)).squeeze(2)}
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -132,6 +133,7 @@ class Mass(Statistic):
         gain = self.gain if isinstance(self.gain, float) else self.gain.to(p.dtype).view(-1, 1, 1, 1, 1)
         if self.noise is not None:
             p = p * self.noise.factor(p.shape, rows.queries, rows.keys).to(p.dtype)
+        # 0 to the power of 0 is 1, so keys that are not seen get 0 again; a padded query sees none, and has a sum of 0
         tempered = (p**gain).masked_fill_(~rows.visible[:, :, None], 0.0)
         return tempered / tempered.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
 
@@ -213,7 +215,8 @@ def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> 
 
 
 def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """Return the number of bits that are set in each word."""
+    """Return the number of bits that are set in each word of `BITS` bits, negative words included."""
+    # sums of neighbouring bits, side by side in one word; masks of 25 bits cut off the sign's copies above them
     pairs = (bits & 0x1555555) + (bits >> 1 & 0x0555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
@@ -260,6 +263,7 @@ class LastHit(Statistic):
         """
         p = rows.probabilities.mean(dim=2)
         S = p.shape[-1]
+        # tokens seen so far; the evicted ones, of 0, stand in the ranking behind those with slots
         length = rows.queries + 1
         # 1e-9: a product that should be whole may be a little less in floats
         above = length - (self.quantile * length.double() + 1e-9).long()  # values from the quantile's own upwards
@@ -297,10 +301,12 @@ class Worst(Statistic):
         """
         before = torch.as_tensor(self.before, device=rows.keys.device).view(-1, 1, 1)
         older = (rows.keys >= 0) & (rows.keys < before)
+        # slots are unordered: the average runs over the keys sorted by position, after the other keys, which are 0
         p = rows.probabilities.masked_fill(~(older[:, :, None, None] & rows.selected[:, None, None, :, None]), 0.0)
         order = rows.keys.masked_fill(~older, EMPTY).argsort(dim=-1, stable=True)
         place = order[:, :, None, None].expand(p.shape)
         smooth = avg_pool1d(p.gather(-1, place).flatten(0, 3)[:, None], self.kernel, 1, self.kernel // 2)
+        # what the average has spread to the other keys does not count
         smooth = smooth.view(p.shape).masked_fill(~older.gather(-1, order)[:, :, None, None], 0.0)
         smooth *= p.sum(dim=-1, keepdim=True) / smooth.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
         highest = smooth.amax(dim=(2, 3))
@@ -379,6 +385,7 @@ class LowRows(Low):
         p, low = self._compared(rows)
         sums = {"mass": p, "due": p}
         weights = self.weights(rows.selected, rows.queries)
+        # the fields that are no sums are words of the ring, which add up the bits of the low rows
         return {
             name: (sums.get(name, low) * weight[:, None, :, None]).sum(dim=2).to(p.dtype)
             for name, weight in weights.items()

@@ -59,7 +59,7 @@ def check(budget: object) -> tuple[Number, ...]:
     for number in (head for row in found for head in (row if isinstance(row, tuple) else (row,))):
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
-        if number > MOST:
+        if number > MOST:  # its bits, since Python writes no number of thousands of digits
             raise BudgetError(
                 f"budget is a number of {number.bit_length()} bits, and no machine has memory for so much."
             )
@@ -73,7 +73,7 @@ def _whole(number: object, name: str = "budget") -> int:
         BudgetError: the value is no whole number.
     """
     try:
-        if isinstance(number, bool):
+        if isinstance(number, bool):  # an int to Python
             raise TypeError
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
@@ -199,7 +199,7 @@ def between(low: int, budget: Budget, high: int | None) -> Budget:
 
 
 def smaller(one: Budget, other: Budget) -> Budget:
-    """Return the smaller of two budgets, row by row."""
+    """Return the smaller of two budgets, row by row (and head by head); an int only if both are."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
     return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
@@ -233,6 +233,7 @@ def per_layer(
         raise BudgetError(
             f"A budget of {budget} is below the {least} slots that every layer needs; raise it to {least}."
         )
+    # where all layers have windows or none has, nobody can take what others leave: all get the same
     if isinstance(how, str) and how.startswith("sliding") and any(windows) and not all(windows):
         return _beside_windows(weights[0], budget, windows, least)
     first, total = 0 if isinstance(how, str) and how.startswith("taper") else least, sum(weights)
@@ -248,6 +249,8 @@ def per_layer(
 def _beside_windows(share: float, budget: int, windows: Sequence[int | None], least: int) -> list[int]:
     """Return a share of the budget for each layer with a sliding window, and for the others what these leave, each the
     same.
+
+    A layer's share is of what it can use: its window where that is smaller than the budget.
     """
     held = [min(budget, window) for window in windows if window is not None]
     narrow = [max(least, round(share * number)) for number in held]
@@ -303,6 +306,7 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
         raise BudgetError(
             f"{how!r} is out of range: a ramp or taper takes a number between -1 and 1, a pyramid 1 or more."
         )
+    # a pyramid's last layer gets 1/number of the average; the numbers of other rules, which may be 0, are not meant
     slope = {"uniform": 0.0, "ramp": number, "taper": -number, "pyramid": 1.0 / max(number, 1.0) - 1.0}[name]
     middle = max(1, layers - 1) / 2
     return [1.0 + slope * (layer - middle) / middle if layers > 1 else 1.0 for layer in range(layers)]
@@ -313,7 +317,7 @@ def _round(shares: Sequence[float], total: int) -> list[int]:
 
     The largest remainders go up; among equal ones, the first.
     """
-    whole = [math.floor(share + 1e-9) for share in shares]
+    whole = [math.floor(share + 1e-9) for share in shares]  # a whole share may be a little less in floats
     by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
     for i in by_remainder[: total - sum(whole)]:
         whole[i] += 1

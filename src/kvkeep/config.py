@@ -103,6 +103,7 @@ class Config:
             heading: a comment at the file's beginning.
             notes: the table `NOTES`.
         """
+        # a comment of TOML may hold no control characters
         lines = [f"# {''.join(filter(str.isprintable, line))}" for line in heading.splitlines()]
         lines += [f"{name} = {_value(value)}" for name, value in self.settings().items()]
         if notes:
@@ -114,10 +115,10 @@ def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a TOML file as a dict."""
     file = in_full(path)
     try:
-        if file.exists() and not file.is_file():
+        if file.exists() and not file.is_file():  # a pipe would never end
             raise InputError(f"{path} is no file. Give the {NAME} that kvkeep tune has written.")
         with file.open("rb") as opened:
-            data = opened.read(_LARGEST + 1)
+            data = opened.read(_LARGEST + 1)  # one byte more shows that the file is too large
     except InputError:  # a ValueError, too
         raise
     except (OSError, ValueError) as error:
@@ -191,7 +192,7 @@ def _rule(value: object) -> str | None:
     """
     if isinstance(value, str):
         # raises an error that names the rules if the text is none of them
-        budgets.per_layer(value, budget=1, layers=1)
+        budgets.per_layer(value, budget=1, layers=1)  # the numbers do not matter for that
         return None
     numbers = isinstance(value, tuple) and bool(value) and all(_share(one, most=float("inf")) is None for one in value)
     return None if numbers else "a rule such as 'ramp:0.2', or a list with a weight for each layer"
@@ -205,7 +206,7 @@ def _heads(value: object) -> str | None:
 
 
 def _kept(value: object) -> str | None:
-    """Return what the setting should be if it is no share that prompts keep; ``None`` if it is valid."""
+    """Return what the setting should be if it is neither true, false nor a share in (0, 1]; ``None`` if it is valid."""
     if isinstance(value, bool) or (isinstance(value, int | float) and 0 < value <= 1):
         return None
     return "true, false or a share above 0 such as 0.5"
@@ -247,7 +248,7 @@ _CHECKS = {
 
 def _value(value: Any) -> str:
     """Return a value in TOML syntax."""
-    if isinstance(value, str):
+    if isinstance(value, str):  # strings as in JSON, but that TOML wants DEL escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_value, value))}]"

@@ -156,7 +156,7 @@ def show_bytes(count: int) -> str:
     """Return a number of bytes in decimal units, as messages and tables show it: ``1.23 MB``."""
     size, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5:
+        if size < 999.5:  # from here on three digits would be rounded to 1000
             break
         size, unit = size / 1000, larger
     return f"{count} B" if unit == "B" else f"{three_digits(size)} {unit}"
@@ -164,4 +164,5 @@ def show_bytes(count: int) -> str:
 
 def three_digits(value: float) -> str:
     """Return a number as text with three digits, or more where it is larger: ``1.23``, ``23.5``, ``1234``."""
+    # the bounds are those from which rounding would add a digit
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -174,6 +174,7 @@ class Profile:
                 raise BudgetError(f"{name}={number} is outside 1 … 2^50 slots of a head.")
         needs = [int(need * _SCALE) for layer in self.heads for need in layer]
         few, many = (min(budget, max(least, slots)) for slots in (self.least, 2 * self.least))
+        # `limited` marks no head if no head needs anything, and then all are alike
         first = [few if limited else many for layer in self.limited() for limited in layer]
         room = None if most is None else [max(budget, most) - slots for slots in first]
         more = _shares(needs, budget * len(needs) - sum(first), room)
@@ -187,10 +188,13 @@ class Profile:
 
 
 def _shares(needs: Sequence[int], total: int, room: Sequence[int] | None) -> list[int]:
-    """Return whole shares in proportion to the needs, none above its room; equal ones if no head needs anything.
+    """Return whole shares of a total in proportion to the needs, none above its room (``None``: no limit).
+
+    Where no head needs anything, or all that do are full, the rest is divided equally.
 
     The largest remainders are rounded up; among equal ones, the first. The total must fit into the room of all.
     """
+    # each round fills heads to their room and divides what is left among the others
     shares, open_ = [0] * len(needs), list(range(len(needs)))
     while open_:
         weights = [needs[i] for i in open_] if any(needs[i] for i in open_) else [1] * len(open_)
@@ -228,6 +232,7 @@ def describe(config: Any) -> dict[str, Any]:
         "kv_heads": getattr(text, "num_key_value_heads", None),
         "head_dim": getattr(text, "head_dim", None) or own,
     }
+    # a configuration may hold anything, and what is compared has to survive JSON
     return {name: value if type(value) in (int, str) else None for name, value in found.items()}
 
 
@@ -241,7 +246,7 @@ def _read(path: Path) -> Any:
         InputError: the file is missing, too large or damaged.
     """
     try:
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file():  # a pipe would never end
             raise InputError(f"{path} is no file, so it holds no profile.")
         if (size := path.stat().st_size) > MOST_BYTES:
             raise InputError(f"{path} has {size} bytes, and no profile has more than {MOST_BYTES}. {_AGAIN}")
@@ -265,6 +270,7 @@ def fault(found: Any) -> str | None:
         return "it does not say which model it belongs to, or how it was measured"
     if not isinstance(found.get("weights"), str | None):
         return '"weights" is neither a hash nor null'
+    # type() and not isinstance: true and false are ints to Python
     if type(least := found.get("least")) is not int or not 1 <= least <= MOST:
         return f'"least" is {least!r:.40}, and not a number of slots'
     if type(sinks := found.get("sinks", 4)) is not int or not 0 <= sinks <= MOST:

@@ -113,6 +113,7 @@ class Heads:
         """Return the texts of all processes in order. A text needs at least one character, and no NUL."""
         if self.ranks == 1:
             return [mine]
+        # all processes have to send tensors of one shape: NUL fills up, and is cut off again
         raw = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(device)
         padded = torch.nn.functional.pad(raw, (0, self.most(len(raw), device) - len(raw)))
         return [bytes(text.tolist()).rstrip(b"\0").decode() for text in self._gathered(padded)]
@@ -169,7 +170,10 @@ def _ranks(config: Any) -> int:
 
 
 def _divides(config: Any, split: Any) -> bool:
-    """Return whether a model's plan divides its heads. If it does not, every process has all of them."""
+    """Return whether a model's plan divides its heads. If it does not, every process has all of them.
+
+    A plan in the model's own split overrides that of its configuration.
+    """
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     own = getattr(split, "tp_plan", None)
     plan |= own if isinstance(own, dict) else {}
@@ -184,6 +188,7 @@ def number_of_heads(config: Any, ranks: int) -> int:
     """
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries
+    # some configurations have a number for each layer
     if type(keys) is not int or type(queries) is not int or getattr(config, "kv_lora_rank", None) is not None:
         raise UnsupportedModelError(
             f"{type(config).__name__} has no single number of KV heads, or makes them from latents, and kvkeep cannot "

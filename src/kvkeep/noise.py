@@ -46,7 +46,7 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     state = torch.full((), signed, dtype=torch.int64, device=keys[0].device)
     for key in keys:
         state = _mix((state ^ key.to(torch.int64)) + _GOLDEN)
-    return _shift_right(state, 40).to(torch.float32) / 2**24
+    return _shift_right(state, 40).to(torch.float32) / 2**24  # a float32 holds 24 bits exactly
 
 
 def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
@@ -56,7 +56,7 @@ def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Return standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its step."""
-    u = uniform(seed, *keys).double() + 2.0**-25
+    u = uniform(seed, *keys).double() + 2.0**-25  # never 0, whose logarithm is infinite
     return -(-u.log()).log()
 
 

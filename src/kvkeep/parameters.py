@@ -51,7 +51,7 @@ class Parameter:
 
     @property
     def json_types(self) -> tuple[type, ...]:
-        """Return the types that the parameter's value may have in JSON."""
+        """Return the types that the parameter's value may have in JSON. The last one names it in messages."""
         if self.takes_flag:
             return (bool, int, float) if self.kind is float else (bool, self.kind)
         return (int, float) if self.kind is float else (self.kind,)

@@ -49,6 +49,8 @@ def spans(pins: object) -> Spans:
 def spans_of_rows(pins: object) -> tuple[Spans, ...]:
     """Return the pins of a batch: one entry for all rows, or one for each row.
 
+    Spans are pins of all rows; lists of spans are pins of one row each.
+
     Raises:
         InputError: see `spans`.
     """
@@ -71,7 +73,7 @@ def _span(pin: object) -> Span:
         InputError: the pin is no pair of whole numbers, or out of range.
     """
     try:
-        if isinstance(pin, str | bytes | dict | set):
+        if isinstance(pin, str | bytes | dict | set):  # no pairs, though two items could be taken from each
             raise TypeError
         start, stop = map(index, pin)  # type: ignore[call-overload]  # anything else raises
     except (TypeError, ValueError):
@@ -96,7 +98,9 @@ def end(pins: Spans) -> int:
 
 
 def from_start(pins: Spans) -> Spans:
-    """Return the spans with the first one extended to the first position, where fused steps know of it."""
+    """Return the spans with the first one extended to position 0: kernels protect a pinned beginning, but no other
+    pins.
+    """
     return spans(((0, pins[0][1]), *pins)) if pins else ()
 
 
@@ -137,6 +141,7 @@ def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int
     """
     import torch  # here, since commands read pins without it
 
+    # a row without pins needs a span, too: two bounds of `LAST` pin nothing
     width = max([width, 2, *(2 * len(row) for row in rows)])
     filled = [[bound for span in row for bound in span] + [LAST] * (width - 2 * len(row)) for row in rows]
     return torch.tensor(filled, dtype=torch.int32, device=device).reshape(len(rows), width)

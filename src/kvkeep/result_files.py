@@ -32,8 +32,9 @@ _LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
 _LONGEST = 200
 """Bytes of a name that a temporary file's name repeats; file systems take 255 in all."""
 _DEEPEST = 60
+"""Levels of nested lists and objects; values are walked by recursive functions."""
 _LARGEST = 2**64
-"""Limits of nesting, for recursive functions, and of whole numbers, for sums with floats."""
+"""The largest whole number: sums with floats have to be possible."""
 
 
 class Lock:
@@ -52,6 +53,7 @@ class Lock:
     """
 
     def __init__(self, target: IO[bytes] | Path, name: str, *, shared: bool = False):
+        """Take the lock without waiting for it."""
         self._own: int | None = None
         if sys.platform == "win32":  # nor can a folder be opened there
             return
@@ -202,7 +204,7 @@ def _check_plain(value: object, room: int) -> None:
         for part in value:
             _check_plain(part, room - 1)
     elif isinstance(value, str):
-        value.encode()
+        value.encode()  # half of a character raises
     elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > _LARGEST):
         raise ValueError("a number in it is not finite, or too large")
 
@@ -230,7 +232,7 @@ def read_object(path: Path, remedy: str = "Remove it, or choose another `output`
 
 
 def finite(value: Any) -> Any:
-    """Return the value with null in place of NaN and infinity, which JSON cannot hold."""
+    """Return the value as JSON holds it: null in place of NaN and infinity, lists for tuples, texts for keys."""
     if isinstance(value, dict):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -280,6 +282,7 @@ class Results:
     names: Collection[str] = ()
 
     def __init__(self, path: Path):
+        """Look at the path; nothing is made or locked yet."""
         self.path = path
         self._locked = False
         self._held = ExitStack()
@@ -294,7 +297,7 @@ class Results:
         Raises:
             InputError: another run is writing there.
         """
-        if self.path.is_dir():
+        if self.path.is_dir():  # `locked` would make the folder
             with self.locked():
                 pass
 
@@ -383,6 +386,7 @@ def read_rows(
     end = 0
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         row, what = _row(line, fault)
+        # only the last line can have been cut off; any other is damage
         if row is None and end + len(line) == len(data) and _is_torn(line, beginning):
             break
         if what is not None:
@@ -398,6 +402,7 @@ def read_rows(
 def _is_torn(line: bytes, beginning: bytes) -> bool:
     """Return whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
     written = line.rstrip(b"\0\n")
+    # a run never writes an empty line, so one shows that the file was changed
     return line != b"\n" and beginning.startswith(written[: len(beginning)])
 
 
@@ -502,6 +507,7 @@ class RowFolder(Results, abc.ABC):
     beginning: bytes
 
     def __init__(self, path: Path):
+        """Read the rows that are there."""
         self.forget()  # before the folder is looked at, since `safe` counts the rows
         super().__init__(path)
         self._file = RowFile(path / ROWS, self.beginning, self.fault)
@@ -536,7 +542,7 @@ class RowFolder(Results, abc.ABC):
         Raises:
             InputError: the folder holds results of another run, or cannot be written.
         """
-        self._read()
+        self._read()  # another run may have written since the folder was first read
         self.write_bytes(MANIFEST, (json.dumps(self.check(manifest), indent=2) + "\n").encode())
         with self.writing():
             self._held.enter_context(self._file.locked())  # a batch job locks its output file, not the folder
@@ -554,6 +560,7 @@ class RowFolder(Results, abc.ABC):
             self.keep(row)
 
     def _read(self) -> None:
+        """Forget all rows, and keep those of the file."""
         self.forget()
         for row in self._file.read():
             self.keep(row)
@@ -577,6 +584,8 @@ def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
 
 
 def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
+    """Raise the error for a folder of another run, which names a setting then and now."""
+    # with their types where these differ: 1 and "1" would look alike
     show = str if type(then) is type(now) else repr
     was, here = (text if len(text := show(value)) <= _LONGEST else text[:_LONGEST] + "…" for value in (then, now))
     raise InputError(
@@ -618,6 +627,7 @@ def whole_number(least: int | None = 0) -> ValueKind:
     """Return the kind of whole numbers of at least ``least``; ``None``: any."""
 
     def fits(value: object) -> bool:
+        # true and false are ints to Python
         return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
     return ValueKind(fits, "a whole number")

@@ -69,6 +69,7 @@ class Rotation:
         self, query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], positions: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hk T D"]]:
         """Return new queries and keys without the rotation to their true positions."""
+        # a single token on a CPU: all layers of the step share its angles, and queries and keys take one call
         if positions.shape[1] > 1 or not positions.is_cpu:
             return self.undo(query, positions[:, None]), self.undo(keys, positions[:, None])
         angles = self.angles_now(positions, query.dtype)[:, None, None]
@@ -90,9 +91,11 @@ class Rotation:
             positions: true positions of the keys, -1 = empty. One head's positions if all heads agree.
             new: true positions of the queries, -1 = padding.
         """
+        # the first new position; new tokens follow each other, so the newest one and their number name it
         first = new.amax(dim=1, keepdim=True) - (new >= 0).sum(dim=1, keepdim=True) + 1
         older = ((positions >= 0) & (positions < first[:, None])).sum(dim=-1, keepdim=True)
         own = older + (new - first).clamp(min=0)[:, None]
+        # keys have a rank in each KV head, and so have the queries of its group
         own = own.repeat_interleave(query.shape[1] // positions.shape[1], dim=1)
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
@@ -105,6 +108,7 @@ class Rotation:
 
     def angles_now(self, positions: Int[Tensor, "B 1"], dtype: torch.dtype) -> Float[Tensor, "B F2"]:
         """Return `angles` of positions on the CPU. The last result is cached, as all layers of a step ask for it."""
+        # read from memory as bytes: `tolist` would be a wait, which a graph cannot have
         held = positions.contiguous()
         known, asked = self._latest.get(dtype), ctypes.string_at(held.data_ptr(), held.nbytes)
         if known is None or known[0] != asked:
@@ -154,6 +158,7 @@ class Rotation:
     def _undone(self, x: Float[Tensor, "B H T D"], angles: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T D"]:
         """Return vectors without a rotation that is given by its cosines and sines."""
         (first, second, rest), (cos, sin) = self._split(x), angles
+        # rounded and scaled, cosine and sine are no unit vector: the inverse divides by its squared length
         size = cos * cos + sin * sin
         unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
         return self._joined([*unturned, *rest]).to(x.dtype)
@@ -247,7 +252,7 @@ def lengths_read() -> Int[Tensor, "n T"] | None:
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
     """Return the rank of each token among the tokens of its head, oldest first; -1 for an empty slot."""
-    order = positions.argsort(dim=-1)
+    order = positions.argsort(dim=-1)  # empty slots, at -1, come first
     places = torch.empty_like(order)
     places.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
     empty = (positions < 0).sum(dim=-1, keepdim=True)

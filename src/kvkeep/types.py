@@ -314,5 +314,5 @@ class MemoryUsage:
 
     @property
     def compression(self) -> float:
-        """Return the full bytes per allocated byte, e.g. 4.0 for a quarter of the memory."""
+        """Return the full bytes per allocated byte, e.g. 4.0 for a quarter of the memory; 1.0 if nothing is."""
         return self.full_bytes / self.allocated_bytes if self.allocated_bytes else 1.0

@@ -41,6 +41,7 @@ _FIELDS = ("custom_id", "method", "url", "body")
 
 def is_batch_line(fields: Mapping[str, Any]) -> bool:
     """Return whether the fields of a line are a request in OpenAI's format, perhaps a faulty one."""
+    # a line with a prompt is kvkeep's own, whose other fields may have any name, unless it has all of OpenAI's
     if "prompt" in fields or "messages" in fields:
         return {"custom_id", "url", "body"} <= fields.keys()
     return isinstance(fields.get("body"), dict) or ("custom_id" in fields and ("url" in fields or "method" in fields))
@@ -115,8 +116,8 @@ def is_error_line(fields: Mapping[str, Any]) -> bool:
 
 
 def origin(fields: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the number and the fingerprint of the input line that an output line answers; ``None`` if its id has
-    neither.
+    """Return the number and the fingerprint of the input line that an output line in OpenAI's format answers; ``None``
+    if its id names none.
     """
     found = _ID.fullmatch(str(fields.get("id")))
     return (int(found[1]), found[2]) if found else None
@@ -156,7 +157,8 @@ def request_of(
     *,
     chat: bool = False,
 ) -> Request:
-    """Build the request of an input line. Its seed is the line's own, else the job's with the line's number.
+    """Build the request of an input line, after a check of its options. Its seed is the line's own, else the job's with
+    the line's number.
 
     Args:
         number: the line's number in the file.
@@ -182,6 +184,7 @@ def request_of(
         rest["guard"] = float(rest["guard"])
     rest["pins"] = spans((*spans(rest.get("pins", ())), *pinned))
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
+    # a whole number of JSON is an int, also where a share or a temperature is meant
     chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
     if "logit_bias" in chosen:
         chosen["logit_bias"] = {_token(name): value for name, value in chosen["logit_bias"].items()}
@@ -191,14 +194,14 @@ def request_of(
 
 
 def _token(name: object) -> int:
-    """Return a token id as an integer. JSON has a string for it.
+    """Return the token id that a key of ``logit_bias`` names. Keys of JSON are strings.
 
     Raises:
         InputError: the string is no token id.
     """
     if not str(name).isdecimal() or not str(name).isascii():
         raise InputError(f'its option "logit_bias" has {str(name)[:_SHOWN]!r} in place of a token id')
-    return int(str(name)[:20])
+    return int(str(name)[:20])  # enough to be out of range, which is refused later; long texts take long to parse
 
 
 def check_place(fields: Mapping[str, object]) -> None:
@@ -213,6 +216,7 @@ def check_place(fields: Mapping[str, object]) -> None:
     found = {name: value for name, value in fields.items() if name in _TYPES or name in _ALIASES}
     if not found:
         return
+    # "a, b and c"
     names = " and ".join([", ".join([*found][:-1]), [*found][-1]] if len(found) > 1 else found)
     belongs, them = ("belongs", "it is") if len(found) == 1 else ("belong", "they are")
     options = {_ALIASES.get(name, name): _short(value) for name, value in found.items()}
@@ -383,7 +387,7 @@ def parse(
 
 
 def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine | BadLine:
-    """Return a line whose requests continue a snapshot; a `BadLine` is returned itself.
+    """Return a line whose requests continue a snapshot, without changing the given one; a `BadLine` is returned itself.
 
     Requests that name no policy of their own get ``policy``.
     """
@@ -410,6 +414,7 @@ def with_adapter(line: InputLine | BadLine, base: str, adapters: Sequence[str]) 
     if isinstance(line, BadLine) or not adapters:
         return line
     model = line.fields.get("model") if line.asked is None else line.asked.model
+    # the job's model may have a colon of its own
     _, colon, name = model.rpartition(":") if isinstance(model, str) and model != base else ("", "", "")
     if colon and name not in adapters:
         known = ", ".join(f"{base}:{adapter}" for adapter in adapters)
@@ -469,8 +474,10 @@ def _batch_line(
     """
     asked = read_openai_line(fields)
     asked = dataclasses.replace(asked, ignored=(*asked.ignored, *asked.unread(reads)))
+    # a temperature of 0 in the body is the user's own wish
     if asked.n > 1 and "temperature" not in asked.options and not defaults.temperature:
         raise ParameterError("n", f"is {asked.n}, and all texts are equal without a temperature; give temperature: 1")
+    # what the body turns off is off even if the job's own defaults turn it on
     off: dict[str, Any] = dict.fromkeys(asked.unset)
     defaults = dataclasses.replace(defaults, **off)
     made = []
@@ -492,6 +499,7 @@ def _batch_line(
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n
+    # each choice is a sequence of its own, and so draws other tokens
     made = [
         dataclasses.replace(request, sequence=request.sequence + _APART * place) for place, request in enumerate(made)
     ]
@@ -506,7 +514,7 @@ def digest(raw: bytes) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's message without its final period, cut to a readable length."""
+    """Return an error's message without its final period, cut to a readable length, as part of a sentence."""
     text = str(error).rstrip(".")
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
 
@@ -520,6 +528,7 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, Any]]:
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):
         misspelt = next((name for name in fields if closest(name, ("prompt", "messages"))), None)
+        # with both fields nothing is misspelt
         instead = "" if misspelt is None or prompt is not None else f', and has "{misspelt}"'
         raise InputError(f'it must have either "prompt" or "messages"{instead}')
     if messages is None:

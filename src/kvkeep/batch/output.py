@@ -35,7 +35,8 @@ _WRITTEN_HERE = re.compile(
 def record(
     line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """Build the output line for an input line.
+    """Build the output line for an input line: in OpenAI's format if the input line is, else the line's own fields and
+    the completion.
 
     Args:
         line: the line of the input.
@@ -50,9 +51,11 @@ def record(
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, texts=texts)
         found = batch_input.line(line.number, line.digest, line.custom_id, body)
         ignored = {"ignored": list(line.asked.ignored)} if line.asked.ignored else {}
+        # `batch_input.line` begins with the id: see above
         kept = result_files.finite([_kept(result) for result in results])
         return {**found, **ignored, "kvkeep": kept, "made_by": made_by}
     own = {"options": line.options} if line.options else {}
+    # in this order, which `_BEGINNING` recognises
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
     return {COMPLETION: result_files.finite({**origin, **_completion(results[0])}), **line.fields}
 
@@ -67,14 +70,14 @@ def as_line(fields: Mapping[str, Any]) -> bytes:
 
 def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
     """Return what an output line of an earlier run names: the input line's number and fingerprint, and the job's
-    settings.
+    settings, with format 1 where they name none.
 
     Raises:
         InputError: the line is no completion.
     """
     try:
         fields = json.loads(raw)
-        if (found := batch_input.origin(fields)) is not None:
+        if (found := batch_input.origin(fields)) is not None:  # a line in OpenAI's format
             return (*found, {"format": 1, **fields["made_by"]})
         completion = fields[COMPLETION]
         made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
@@ -86,14 +89,15 @@ def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int]) -> bool:
-    """Return whether a line that was cut short was written by this job.
+    """Return whether a line that was cut short was written by this job, as far as its beginning shows.
 
     Args:
-        torn: the line.
+        torn: the line, not empty.
         digests: line number → fingerprint, of the input's lines.
         batch_lines: the numbers of lines in OpenAI's format.
     """
     kinds = ((batch_input.BEGINNING if number in batch_lines else _BEGINNING, number) for number in digests)
+    # a line that was cut within its beginning has to begin like one of this input's lines
     beginnings = ((kind % (number, digests[number])).encode() for kind, number in kinds)
     return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
 
@@ -150,11 +154,13 @@ class OutputFile:
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
+        """Begin without any completion; `open` reads those of an earlier run."""
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}
         self.texts: TokenTexts | None = None
         self._own: dict[str, Any] = {}
+        # a last line that was cut short, and where it begins
         self._torn: bytes = b""
         self._torn_at = 0
         self._synced = time.monotonic()
@@ -224,7 +230,7 @@ class OutputFile:
 
     @property
     def weight_layout(self) -> tuple[bool, bool] | None:
-        """Return an earlier run's weight layout, see `kvkeep.models.prepare.chosen`; `None` if it is unknown."""
+        """Return the weight layout that the file names, see `kvkeep.models.prepare.chosen`; ``None`` if unknown."""
         said = self.made_by.get(LAYOUT)
         if isinstance(said, list | tuple) and [type(flag) for flag in said] == [bool, bool]:
             return said[0], said[1]
@@ -258,6 +264,7 @@ class OutputFile:
                 "run any more. Give another output file, or the input that it was written for."
             )
         written = self._torn.rstrip(b"\0")  # a power cut leaves zeros at the end
+        # zeros alone are a job's if the file has completions before them
         if self._torn and not (is_ours(written, digests, batch_lines) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
@@ -282,6 +289,7 @@ class OutputFile:
             self._cut()
             self._file.write(whole)
             self._file.flush()
+            # a stream has nothing to sync, and a sync after each line would be slow
             if self._path and time.monotonic() - self._synced > SYNC_S:
                 self._sync()
         self.done[number] = digest
@@ -314,7 +322,7 @@ class OutputFile:
         """
         if self._torn:
             self._file.seek(self._torn_at)
-            if self._file.read(len(self._torn) + 1) != self._torn:
+            if self._file.read(len(self._torn) + 1) != self._torn:  # one byte more, to see that nothing follows
                 raise InputError(
                     f"Something else wrote to {self.name} after this job had begun, where a completion was cut short. "
                     "Nothing was removed: give another output file, or remove what is no completion."

@@ -53,6 +53,7 @@ class Pace:
     """
 
     def __init__(self, work: TokenCounts, now: float) -> None:
+        """Begin to count at the present time."""
         self._prompts, self._waiting = work
         self._begun = self._expected = 0
         self._read = self._written = 0
@@ -87,6 +88,7 @@ class Pace:
             written: new tokens.
             now: the present time.
         """
+        # what a step takes that only writes
         seconds, usual = now - self._time, self._writing_s / max(1, self._writing_steps)
         if read or self._reads_now:  # the rest of the step is for writing, as far as steps usually take for that
             self._reading_s += max(0.0, seconds - usual)
@@ -117,19 +119,19 @@ class Pace:
 
     @property
     def total(self) -> float:
-        """Estimate how many tokens the whole job will prefill and generate."""
+        """Estimate how many tokens the whole job will prefill and generate; never less than `done`."""
         share = self._expected / self._begun if self._begun else 1.0
         return float(max(self.done, self._prompts + self._expected + share * self._waiting))
 
     @property
     def reading_rate(self) -> float:
         """Return the prompt tokens per second while prompts are read."""
-        return (self._read + self._in_part) / max(1e-9, self._reading_s)
+        return (self._read + self._in_part) / max(1e-9, self._reading_s)  # 0 before anything was read
 
     @property
     def writing_rate(self) -> float:
         """Return the new tokens per second since the beginning, the time for prompts included."""
-        return self._written / max(1e-9, self._time - self._start)
+        return self._written / max(1e-9, self._time - self._start)  # 0 before the first step
 
     @property
     def seconds_to_read(self) -> float:
@@ -140,7 +142,7 @@ class Pace:
         """Estimate the seconds until the job ends; ``None`` before there is a new token to measure."""
         if not self._written:
             return None
-        if not self._writing_steps:
+        if not self._writing_steps:  # steps that read and write cannot be told apart: by the share of all tokens
             return (self._time - self._start) * (self.total - self.done) / self.done
         to_write = max(0.0, self.total - self.done - self._to_read)
         return self.seconds_to_read + to_write * self._writing_s / self._writing_tokens
@@ -220,6 +222,7 @@ class Survey:
 
         Return it as a `BadLine` if it cannot be run, or if an earlier line has its ``custom_id``; else ``None``.
         """
+        # the first line keeps the name, also if it cannot be run
         earlier = line.custom_id is not None and self._names.setdefault(_key(line.custom_id), line.number)
         if earlier and earlier != line.number and isinstance(line, InputLine):
             line = BadLine(line.number, f"its custom_id is that of line {earlier}, too", line.custom_id, "custom_id")
@@ -254,10 +257,12 @@ class Survey:
     def is_settled(self, entry: Mapping[str, Any]) -> bool:
         """Return whether the line of an earlier run's entry is in this input and can be run now.
 
-        The text of a line in kvkeep's format must be unchanged, as the entry may be its only copy.
+        A line in OpenAI's format is known by its ``custom_id`` alone. The text of a line in kvkeep's format must be
+        unchanged, as the entry may be its only copy.
         """
         if "text" in entry:
             number, text = entry["line"], str(entry["text"])
+            # the entry's text may hold half of a character, which must not raise here
             return isinstance(number, int) and self.digests.get(number) == digest(text.encode(errors="replace"))
         name = entry["custom_id"]
         return isinstance(name, str) and self._names.get(_key(name)) in self.digests
@@ -312,7 +317,7 @@ class Survey:
 
 
 def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
-    """Return why an engine refuses a request of this shape; ``None`` if the engine accepts it."""
+    """Return why an engine refuses a request of this shape, as part of a sentence; ``None`` if it accepts it."""
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
@@ -340,7 +345,8 @@ def _shape(line: InputLine) -> Shape:
 
 
 def _key(custom_id: str) -> bytes:
-    """Return a short hash that stands for a ``custom_id`` of any length."""
+    """Return a short hash that stands for a ``custom_id`` of any length, so that a job holds 16 bytes for each."""
+    # half of a character is a name, too
     return hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
@@ -376,7 +382,7 @@ def remove_bad(path: Path, survey: Survey) -> None:
         InputError: another job writes to the file, or the file cannot be removed.
     """
     try:
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink():  # a job writes a file in place of a link, so a link is not its
             with path.open("rb") as file:
                 result_files.Lock(file, str(path))
                 entries = [_entry_of(raw) for raw in file]
@@ -396,7 +402,7 @@ def _free(path: Path) -> Iterator[None]:
     if not os.path.lexists(path):
         yield
         return
-    if not path.is_file():
+    if not path.is_file():  # a folder or a pipe, which no job has written
         raise foreign(path)
     with path.open("rb") as file:
         result_files.Lock(file, str(path))
@@ -414,7 +420,7 @@ def foreign(path: Path) -> InputError:
 
 
 def _are_entries(file: IO[bytes]) -> bool:
-    """Return whether a file has lines, and each is an entry of a line without an answer."""
+    """Return whether a file has lines, and each is an entry of a line without an answer; read it to its end."""
     found = [_entry_of(raw) is not None for raw in file]
     return bool(found) and all(found)
 

@@ -79,12 +79,18 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
         if reply and right(wording, question.question, writer.text_of(reply))
     ]
     if not together:
+        # a branch begins with the token that predicts its first target
         return [_passage([passage], len(passage[0]) - 1) for passage in known]
     return [_passage(known, asked[0].first)] if known else []
 
 
 def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: int) -> Passage:
-    """Return one text with all of its questions and answers behind it as branches, so that it is read once."""
+    """Return one text with all of its questions and answers behind it as branches, so that it is read once.
+
+    Args:
+        known: token ids of each prompt, and of its answer.
+        stem: tokens that all prompts begin with.
+    """
     branches = [torch.cat([prompt[stem:], reply]) for prompt, reply in known]
     return Passage(
         torch.cat([known[0][0][:stem], *branches]),
@@ -95,12 +101,13 @@ def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: i
 
 
 def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
-    """Return the model's greedy replies under the full cache, without the token that ends them."""
+    """Return the model's greedy reply to each question under the full cache, without the token that ends it."""
     ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=True)
     most = NEW_TOKENS[wording_of(writer.checkpoint)]
     replies: list[list[int]] = []
     for at in batches([len(question.ids) for question in asked]):
         prompts = [question.ids for question in asked[at]]
+        # with room for prompts and replies, since a full cache never evicts
         drive = Drive(writer, parse("full"), [max(map(len, prompts)) + most] * len(prompts))
         logits = drive.feed(*left_padded(prompts), last_only=True)
         replies += decode_greedily(drive, logits, most, ends)
@@ -108,7 +115,7 @@ def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
 
 
 def windows(checkpoint: Checkpoint, text: str | None, *, n: int, tokens: int, seed: int) -> list[Passage]:
-    """Return windows of a text, or of the package's own sentences, whose last tokens are the targets.
+    """Return windows of a text, or of the package's own sentences, as passages whose last tokens are the targets.
 
     Raises:
         InputError: the text is too short.
@@ -148,7 +155,7 @@ class CalibrationFile:
             InputError: the file cannot be read or written, another run is writing to the file, or the file holds
                 something else.
         """
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file():  # a pipe would never end
             raise InputError(f"{path} is no file, and the calibration notes its progress there. Remove it.")
         rows = RowFile(path, _BEGINNING, _fault)
         with ExitStack() as held:
@@ -184,7 +191,7 @@ class CalibrationFile:
             )
 
     def find(self, row: str, **keys: object) -> dict[str, Any] | None:
-        """Return the line of this kind with these values; ``None`` if it was not measured yet."""
+        """Return the first line of this kind with these values; ``None`` if it was not measured yet."""
         for line in self._rows:
             if line["row"] == row and all(line.get(key) == value for key, value in keys.items()):
                 return line
@@ -354,7 +361,7 @@ def calibrate(
         UnsupportedModelError: the model's attention cannot be reached, or its layers differ in their heads.
     """
     about = {"weights": fingerprint(writer), "dtype": writer.dtype, **versions()}
-    part.agree({**job.manifest(), **about})
+    part.agree({**job.manifest(), **about})  # before anything is measured
     bench = _bench(job, writer, on_stage)
     alone = _alone(bench, part, on_stage)
     heads = needs(alone, bench.questions)
@@ -392,6 +399,7 @@ def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float,
     # one harmed answer may be chance
     chance = 1 / questions if questions else 0.0
     answers = _of_largest([[max(0.0, (loss.harmed or 0.0) - chance) for loss in layer] for layer in alone], least=0.0)
+    # a measure by which no head matters says nothing; if that is true of both, no head needs anything
     parts = [part for part in (text, answers) if any(map(any, part))] or [text]
     by_layer = [zip(*(part[layer] for part in parts), strict=True) for layer in range(len(alone))]
     roots = [[math.sqrt(sum(values) / len(parts)) for values in layer] for layer in by_layer]
@@ -426,7 +434,7 @@ def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[l
     for done, (layer, heads) in enumerate(bench.heads.items()):
         on_stage("each head alone", done / len(bench.heads))
         row = part.find("layer", layer=layer)
-        if row is None or len(row["losses"]) != heads:
+        if row is None or len(row["losses"]) != heads:  # a changed file may have another number
             losses = bench.losses([{(layer, head)} for head in range(heads)])
             part.add("layer", {"layer": layer, "losses": [[*astuple(loss)] for loss in losses]})
             found.append(losses)
@@ -446,6 +454,7 @@ def _together(
     numbers = list(bench.heads)
     order = sorted((need, numbers[at], head) for at, row in enumerate(heads) for head, need in enumerate(row))
     chosen: list[Head] = [(layer, head) for _, layer, head in order]
+    # without 0, which a model of few heads has among its sizes
     sizes = sorted({round(len(chosen) * step / _STEPS) for step in range(1, _STEPS + 1)} - {0})
     row = part.find("together")
     if row is None or row["sizes"] != sizes:

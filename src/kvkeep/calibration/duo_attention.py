@@ -40,6 +40,7 @@ def imported(path: str, config: Any, *, name: str, sparsity: float | None = None
     numbers = _numbers(file)
     heads = numbers if sparsity is None else _split(numbers, sparsity)
     layers, about = len(windows_of(config)), describe(config)
+    # a configuration without KV heads has as many as query heads, and one without either cannot be compared
     if len(heads) != layers or len(heads[0]) != (about["kv_heads"] or about["query_heads"] or len(heads[0])):
         raise InputError(
             f"{file} has {len(heads)} layers of {len(heads[0])} heads, and {name} has {layers} of "
@@ -61,6 +62,7 @@ def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
     Raises:
         InputError: the file cannot be read, or holds no table of numbers.
     """
+    # bytes that are no text are no numbers either, and the error names their line
     lines = _read(file).decode("utf-8-sig", "replace").splitlines()
     rows: list[tuple[float, ...]] = []
     for number, line in enumerate(lines, start=1):
@@ -74,7 +76,7 @@ def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
 
 
 def _row(line: str) -> tuple[float, ...] | None:
-    """Return the numbers of a line; ``None`` if it holds something else."""
+    """Return the numbers of a line, limited to [0, 1]; ``None`` if it holds something else."""
     try:
         found = [float(word) for word in line.split()]
     except ValueError:  # a word is no number
@@ -83,9 +85,13 @@ def _row(line: str) -> tuple[float, ...] | None:
 
 
 def _read(file: Path) -> bytes:
-    """Return the bytes of a pattern's file."""
+    """Return the bytes of a pattern's file.
+
+    Raises:
+        InputError: the file cannot be read, or is larger than any pattern.
+    """
     try:
-        if file.exists() and not file.is_file():
+        if file.exists() and not file.is_file():  # a pipe would never end
             raise InputError(f"{file} is no file. Give the {HEADS} of a pattern, or its folder.")
         if (size := file.stat().st_size) > MOST_BYTES:
             raise InputError(f"{file} has {size} bytes, and no pattern has more than {MOST_BYTES}.")
@@ -97,7 +103,7 @@ def _read(file: Path) -> bytes:
 
 
 def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tuple[float, ...], ...]:
-    """Return 0 for the share of heads with the smallest numbers, and 1 for the others."""
+    """Return 0 for the share of all layers' heads with the smallest numbers, and 1 for the others."""
     flat = [value for row in numbers for value in row]
     none = set(sorted(range(len(flat)), key=lambda at: (flat[at], at))[: round(sparsity * len(flat))])
     split = [float(at not in none) for at in range(len(flat))]
@@ -120,6 +126,7 @@ def _sizes(file: Path) -> dict[str, int]:
         if isinstance(error, InputError):  # of `_read`, a ValueError that says already what happened
             raise
         raise InputError(f"{file} does not say {' and '.join(_DEFAULT)} of the pattern.") from error
+    # their sum is a profile's `least`, which is from 1 to MOST
     if not all(type(size) is int and 0 <= size <= MOST // 2 for size in sizes.values()) or not any(sizes.values()):
         raise InputError(f"{file} does not say {' and '.join(_DEFAULT)} of the pattern.")
     return sizes

@@ -77,6 +77,7 @@ class Passage:
 
     def columns(self) -> list[Int[Tensor, "_"]]:
         """Return the columns that predict the targets, by branch."""
+        # the stem has targets of its own only without branches
         ends = [part.stop for part, _ in self.parts()][bool(self.branches) :]
         return [torch.arange(end - n, end) - 1 for end, n in zip(ends, self.targets, strict=True)]
 
@@ -107,6 +108,7 @@ class LimitedHeads(OnePass):
         query, keys, values, options = step.query, step.keys, step.values, step.options
         self.heads = keys.shape[1]
         places, out = self._passage.positions.to(query.device), []
+        # the parts follow each other in the columns, so their outputs do, too
         for part, columns in self._passage.parts():
             columns = columns.to(query.device)
             out.append(_full(query[:, :, part], keys[:, :, columns], values[:, :, columns], places[columns], options))
@@ -143,6 +145,7 @@ class LimitedHeads(OnePass):
             for first in range(part.start, part.stop, _BLOCK):
                 now = places[first : min(first + _BLOCK, part.stop)]
                 at = places[columns]
+                # the keys that some row of this block sees, so that the far past costs nothing; then row by row
                 seen = columns[((at < self._near.sinks) | (at > now[0] - self._near.recent)) & (at <= now[-1])]
                 sees = self._sees(now, places[seen], options.window)
                 rows = query[:, :, first : first + len(now)].float()
@@ -204,6 +207,7 @@ def read(
     with enough_memory(model.device):
         logits = model(
             input_ids=passage.ids.to(model.device).expand(rows, -1),
+            # columns are no positions: every branch goes on where the stem ends
             position_ids=passage.positions.to(model.device).expand(rows, -1),
             **handed(model, cache),
             use_cache=True,
@@ -269,7 +273,7 @@ class LossMeter:
             self._answers.append(_log_probabilities(passage, logits))
         for passage in self.texts:
             (rows,), self.heads = read(self.model, passage, self.near)
-            self._texts.append(rows[0])
+            self._texts.append(rows[0])  # the full cache's logits; answers keep their probability alone
         if any(bool(losses.isnan().any()) for losses in (*self._answers, *self._texts)):
             raise InputError(
                 "The model's next-token probabilities are no numbers on these texts, so no head can be compared. Try "
@@ -287,7 +291,7 @@ class LossMeter:
         return sum(len(passage.branches) for passage in self.asked)
 
     def losses(self, sets: Sequence[Collection[Head]]) -> list[Loss]:
-        """Return the loss of each set of heads, limited together. Sets are rows of batches.
+        """Return the loss of each set of heads, whose heads are limited together. Sets are rows of batches.
 
         Raises:
             InputError: the device's memory is too small.

@@ -62,6 +62,7 @@ class QueryMeans(Probe):
             )
         plain = self._rotation.paired(self._rotation.undo(step.query, step.positions[:, None])).double()
         found = torch.complex(*plain.chunk(2, dim=-1))
+        # the sums begin as single zeros and take their shape from the first text
         self._pairs = self._pairs + found.sum(dim=(0, 2)).cpu()
         self._lengths = self._lengths + found.abs().sum(dim=(0, 2)).cpu()
         self._count += step.query.shape[0] * step.query.shape[2]
@@ -92,6 +93,7 @@ def statistics(writer: Writer, texts: Sequence[Int[Tensor, " _"]]) -> dict[str, 
     rotations = rotations_for(config, "triattention", turns=True, foresees=True)
     probes = {number: QueryMeans(_rotation(rotations, number)) for number in windows_of(config)}
     for ids in texts:
+        # the probes add up over all texts, each of which needs a cache of its own
         cache = BoundedCache(config, "full", len(ids))
         cache.phase = Phase.PREFILL
         of_layer = {layer: probes[number] for number, layer in cache.bounded_layers().items()}
@@ -123,6 +125,7 @@ def _metadata(writer: Writer, texts: int, heads: list[list[int]], rotations: Rot
     """Return what the official loader asks of a file beside the numbers."""
     config = writer.model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
+    # models whose layers differ have a dict for each kind of layer; the file has room for one
     rope = next((part for part in rope.values() if isinstance(part, dict)), rope)
     first = next(filter(None, rotations.values()))
     return {
@@ -134,6 +137,7 @@ def _metadata(writer: Writer, texts: int, heads: list[list[int]], rotations: Rot
         "prompt_template": "",
         "kv_budget": 0,
         "attn_implementation": "sdpa",
+        # pairs of neighbours (0, 1), (2, 3), … have 0, 2, … as their first dims
         "rope_style": "interleaved" if first.dims is not None and first.dims[:2] == (0, 2) else "half",
         "rope_type": rope.get("rope_type") or "default",
         "sampled_heads": heads,

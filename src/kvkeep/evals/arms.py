@@ -69,6 +69,7 @@ def split_arms(text: str) -> list[PolicyArm]:
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
         if "=" in piece and ":" not in piece and pieces:
+            # the first option follows a colon, the others commas
             pieces[-1] += ("," if "=" in pieces[-1] else ":") + piece
         else:
             pieces.append(piece)
@@ -83,7 +84,7 @@ def _arm(text: str) -> PolicyArm:
     named: dict[str, str] = {}
     for word in words:
         if word.partition(":")[0] in (*_head_budgets.RULES, _head_budgets.PROFILE):
-            _head_budgets.parsed(word)
+            _head_budgets.parsed(word)  # checks it
             kind, value = "head_budget", word
         else:
             kind, value = "kv_bits", _bits(text, word)

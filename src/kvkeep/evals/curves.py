@@ -64,6 +64,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def heat(rows: Sequence[Row]) -> list[Heat]:
     """Return maps of the hidden facts found, by depth and context: one for each task, protocol, policy and budget."""
+    # the context, with which a case's name begins, is an axis of the map
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
         lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_policy([row]))), str(row["budget"])),
@@ -123,6 +124,7 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
     Right answers are counted over all seeds; the interval of other measures needs several seeds.
     """
+    # of the measures only recall's accuracy has its right answers counted
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
     if measure.key != "accuracy" or any(None in pair for pair in counts):
         return x, spread.mean, of_mean(spread)
@@ -179,6 +181,7 @@ def _kept_curve(name: str, group: Sequence[Row]) -> Series:
     """
     points: list[Point] = []
     for tenth in range(TENTHS):
+        # first over the contexts of a seed, then over seeds: only seeds are independent
         spread = over([over([100 * row["score"]["kept"][tenth] for row in same]).mean for same in by_seed(group)])
         points.append((100 * (tenth + 0.5) / TENTHS, spread.mean, of_mean(spread)))
     return _series(name, points, reference=is_full(group))
@@ -207,6 +210,7 @@ def _titled(group: Sequence[Row], panel: Panel) -> Panel:
         return panel
     if len(panel.series) > MOST_INTERVALS:
         return replace(panel, series=[replace(series, interval=()) for series in panel.series])
+    # chr(10), since Python 3.11 takes no backslash within the braces
     return replace(panel, title=f"{panel.title}{', ' if several else chr(10)}with 95 % intervals")
 
 

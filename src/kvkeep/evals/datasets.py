@@ -188,6 +188,7 @@ class DatasetRows:
             try:
                 found.append(reader(row))
             except _WRONG as error:
+                # a KeyError shows the name of the missing field, a ValueError is a sentence of the reader's own
                 said = f"it has no {error}" if isinstance(error, KeyError) else "it has another form"
                 said = f"{error}" if isinstance(error, ValueError) else said
                 raise InputError(f"{self.place(number)} is no {what}: {said:.80}.") from error
@@ -223,12 +224,12 @@ def rows(
         found = _objects(str(source.hub), "Row", enumerate(hub_rows(source.hub, otherwise), 1))
     else:
         path = _found(data, source, task)
-        if path.name == source.saved:
+        if path.name == source.saved:  # a folder of the package datasets
             found = _objects(str(path), "Row", enumerate(saved(path, source.hub.split if source.hub else "test"), 1))
         elif path.suffix == ".jsonl":
             found = _objects(str(path), "Line", _lines(path))
         else:
-            content = _whole(path)
+            content = _whole(path)  # a list of rows, or a single object such as SQuAD's
             found = _objects(str(path), "Entry", enumerate(content if isinstance(content, list) else [content], 1))
     _check(found, fields or {})
     return found
@@ -257,13 +258,14 @@ def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
     found, hashed = False, hashlib.sha256()
     for path in sorted({path for source in sources for path in _files(data, source)}):
         found = True
+        # the name within the folder, so that a folder that was moved has the same hash
         name = path.relative_to(str(data)).as_posix()
         hashed.update(name.encode() + b"\0" + hashlib.sha256(_bytes(path)).digest())
     return hashed.hexdigest()[:16] if found else None
 
 
 def _found(folder: str | None, source: Source, task: str) -> Path:
-    """Return the path of a data set in the data folder.
+    """Return the path of a data set in the data folder, or explain how to get it.
 
     Raises:
         InputError: the folder or the data set is missing.

@@ -51,8 +51,9 @@ class Setup:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the rule for layers and the chunk."""
         if isinstance(self.layer_budget, str):
-            # checks the rule
+            # checks the rule, for which the numbers do not matter
             budgets.per_layer(self.layer_budget, budget=1, layers=1)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
@@ -84,6 +85,7 @@ class Setup:
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
         """
+        # the rule of a policy that divides budgets by itself has no name
         rule, own = policy.defaults.layer_budget, "its own" if policy.spreads else "uniform"
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
@@ -129,7 +131,7 @@ class Drive:
     def feed(
         self, ids: Int[Tensor, "B n"], real: Bool[Tensor, "B n"] | None = None, *, last_only: bool = False
     ) -> Float[Tensor, "B m V"]:
-        """Run ``n`` new columns through the model and its cache, and return the logits.
+        """Run ``n`` new columns through the model and its cache, which then evicts, and return the logits.
 
         Args:
             ids: token ids.
@@ -144,9 +146,10 @@ class Drive:
             input_ids=ids,
             **handed(self.model, self.cache),
             use_cache=True,
-            logits_to_keep=int(last_only),
+            logits_to_keep=int(last_only),  # 0 stands for all
             **({} if real is None else self._padding(real.to(ids.device))),
         )
+        # what was read before belongs to the tokens of this call alone, see `_follow`
         for layer in self.cache.bounded_layers().values():
             layer.prompts = None
         logits: Tensor = out.logits
@@ -166,13 +169,14 @@ class Drive:
         """Read the beginning of a prompt into an unused row, and return it as it was before tokens were evicted;
         ``None`` if it could not be kept.
         """
+        # any number of bytes but 0, under which nothing would be kept
         reading, layers = PromptReading(nbytes=1), self.cache.bounded_layers()
         self._follow([reading])
         self.feed(ids[None], last_only=True)
         return reading.taken(len(ids), len(layers))
 
     def go_on_from(self, before: PromptKV) -> None:
-        """Let all rows, which are unused, begin with tokens that were read before."""
+        """Let all rows, which are unused, begin with tokens that were read before; the next `feed` takes them."""
         self.known = before.tokens
         self._follow([PromptReading(before)] * len(self.budgets))
 
@@ -201,11 +205,13 @@ class Drive:
         """Return the mask over all columns so far and the positions of the new ones, for rows with padding."""
         self._real = real if self._real is None else torch.cat([self._real, real], dim=1)
         positions = self.known + self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
+        # padding before a row's first token is at -1, which is no position; it counts for nothing
         return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
 
 
 def batches(lengths: Sequence[int]) -> list[slice]:
     """Split rows into batches of at most `BATCH_TOKENS` columns together, but at least one row each."""
+    # all rows of a batch are as wide as its longest, which may be the longest of all
     size = max(1, BATCH_TOKENS // max(lengths))
     return [slice(start, start + size) for start in range(0, len(lengths), size)]
 

@@ -79,7 +79,7 @@ def rouge_l_of_sentences(reply: str, answer: str) -> float:
     own, right = _sentences(reply), _sentences(answer)
     found = {word for answer in right for other in own for word in _common_words(answer, other)}
     recall, precision = (len(found) / len({*chain(*said)}) if said else 0.0 for said in (right, own))
-    return 2 * precision * recall / (precision + recall + 1e-8)
+    return 2 * precision * recall / (precision + recall + 1e-8)  # 1e-8 as in the package rouge
 
 
 def _sentences(text: str) -> list[list[str]]:
@@ -208,7 +208,7 @@ def bleu(text: Sequence[object], references: Sequence[Sequence[object]], order: 
         matched = (own & most).total() or smoothing
         if not matched:
             return 0.0
-        logs += math.log(matched / max(1, own.total())) / order
+        logs += math.log(matched / max(1, own.total())) / order  # a short text has no long runs
     closest = min((len(other) for other in references), key=lambda length: (abs(length - len(text)), length))
     return math.exp(logs) * (1.0 if len(text) > closest else math.exp(1 - closest / len(text)))
 

@@ -31,6 +31,7 @@ class RequestedBudget:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the range of the share or of the number."""
         if self.tokens is not None:
             ratios.check(self.tokens)
         elif self.ratio is None or not 0 < self.ratio <= 1:
@@ -72,7 +73,7 @@ class GridArguments:
         combinations = []
         for arm in self.arms:
             setup, budgets = arm.over(self.setup), list(dict.fromkeys(self.budgets))
-            if not arm.policy.evicts:
+            if not arm.policy.evicts:  # no rule about budgets or positions changes what it holds
                 setup, budgets = replace(PLAIN, kv_bits=setup.kv_bits), [EVERYTHING]
             combinations += [(arm.policy, budget, setup) for budget in budgets]
         return combinations
@@ -164,12 +165,14 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
         BudgetError: the budget is refused.
     """
     cell = plan.cell
+    # a cache learns of the new tokens only when they come
     if plan.policy.grows and plan.policy.grows.room < new_tokens:
         raise BudgetError(
             f"{cell.task} {cell.case}: {cell.policy} keeps every new token, and up to {new_tokens} follow the text. "
             f"Give it room={new_tokens} or more, or another decode mode."
         )
     try:
+        # a cache that was never used has no slots yet
         plan.setup.cache(checkpoint, plan.policy, plan.budgets)
     except BudgetError as error:
         raise BudgetError(

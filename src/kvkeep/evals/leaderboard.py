@@ -86,6 +86,7 @@ def write(page: Board, folder: Path) -> list[Path]:
     paths = [folder / name for name in pages]
     if folder.exists() and not folder.is_dir():
         raise InputError(f"The leaderboard cannot be written to {folder}, which is no folder.")
+    # both are looked at before one of them is written
     for path in paths:
         before = read_whole(path)
         if before is not None and not before.startswith(_MARK.encode()):
@@ -162,6 +163,7 @@ def _notes(folders: Sequence[ResultFolder], rows: Sequence[Row]) -> list[str]:
 
 def _html(page: Board) -> str:
     """Return the leaderboard as an HTML page."""
+    # numbers begin in the third column, and stand on the right
     head = "".join(
         f"<th{' class=n' if i > 1 else ''}>{_escaped(title)}</th>"
         for i, title in enumerate(("model", "policy", "budget", *page.columns))

@@ -89,6 +89,7 @@ def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) ->
         part = prompts[batch]
         bounded = drive(number[batch], batch.start)
         if shared and (first := _common(part, rows or 0)):
+            # any of the rows can read what all have in common
             before = drive(number[batch][:1], batch.start).beginning(part[0].ids[:first])
             if before is not None:
                 bounded.go_on_from(before)
@@ -123,6 +124,7 @@ def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> 
     """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies of each
     batch.
     """
+    # the first question of a text stands for the text, which all its questions have in common
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
     for batch in batches([prompts[i].first for i in heads]):
         bounded = drive(heads[batch], batch.start)
@@ -151,6 +153,7 @@ def in_turns(
         turns: pieces of a text, of equal length.
         due: of each prompt, the number of turns after which it is asked.
     """
+    # as in `later`
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
     for batch in batches([prompts[i].first for i in heads]):
         bounded, first = drive(heads[batch], batch.start), [prompts[i] for i in heads[batch]]
@@ -188,6 +191,7 @@ def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) ->
     between = [prompt.ids[prompt.first : -1] for prompt in prompts]
     if any(map(len, between)):
         drive.feed(*left_padded(between), last_only=True)
+    # the last tokens apart, so that the policy has a part in the reply's first token
     logits = drive.feed(*left_padded([prompt.ids[-1:] for prompt in prompts]), last_only=True)
     ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=any(prompt.chat for prompt in prompts))
     return [writer.text_of(row) for row in decode_greedily(drive, logits, most, ends)]
@@ -210,7 +214,7 @@ def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, end
             replies[row].append(int(best[row]))  # the ending token as well: `text_of` leaves it out
         running &= torch.tensor([int(token) not in ends for token in best])
         if step == most - 1 or not running.any():
-            break
+            break  # nothing follows the last token, so it is not fed
         logits = drive.feed(best[:, None], running[:, None], last_only=True)
     return replies
 
@@ -408,7 +412,10 @@ class TooShortError(InputError):
 
 
 def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> ItemPrompt:
-    """Return an item as tokens, in the chat template if there is one and the item may use it."""
+    """Return an item as tokens, in the chat template if there is one and the item may use it.
+
+    Its first part, which is cut, is all but the last token, or with ``ask="later"`` the text without the question.
+    """
     ids = tokens_of(checkpoint, item)
     if ask != "later":
         return ItemPrompt(item, ids, len(ids) - 1, document)

@@ -59,7 +59,7 @@ class Records(RowFolder):
         self._rows: dict[Cell, Row] = {}
 
     def keep(self, row: Row) -> None:
-        """Add a row that is in the file; a row of the same cell is replaced."""
+        """Add a row that is in the file, in place of an earlier one of the same cell."""
         self._rows[key_of(row)] = row
 
     def fault(self, row: Row) -> str | None:
@@ -181,6 +181,7 @@ def fault(row: Row) -> str | None:
 
 def _is_budget(value: object) -> bool:
     """Return whether a value is a budget as records name it: a number of tokens, or a share in percent."""
+    # other scripts have decimal digits, too
     if not isinstance(value, str) or not value.isascii() or len(value) > LONGEST:
         return False
     if not value.endswith("%"):
@@ -281,6 +282,7 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
         there = {key_of(row): row for row in target.rows}
         known, doubled = len(there), 0  # cells are in order, so the new ones will follow the known ones
         for row in (row for folder in folders for row in folder.rows):
+            # the row that was there first stays, and equal scores are no conflict
             doubled += there.setdefault(key_of(row), row)["score"] != row["score"]
         target.extend(list(there.values())[known:])
         return target, doubled
@@ -292,12 +294,17 @@ def protocol(row: Row) -> str:
     """
     if row["task"] not in ASKED:
         return ""
+    # the title ends with the protocol, also where the case does not name it
     *rest, when = case_title(row["task"], row["case"]).split(",")
     return ",".join([*(part for part in rest if part.startswith(_FEW)), when.strip()])
 
 
 def _folder(path: Path) -> ResultFolder:
-    """Return the results of a folder of ``kvkeep eval``."""
+    """Return the results of a folder of ``kvkeep eval``.
+
+    Raises:
+        InputError: the path is no such folder.
+    """
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is no folder; give the folders that hold results of kvkeep eval.")
     records = Records(path)

@@ -91,7 +91,10 @@ def weaknesses(rows: Sequence[Row]) -> list[Weakness]:
 
 
 def _full_percent(measure: ScoreMeasure, group: Sequence[Row]) -> float:
-    """Return the right answers under the full cache, in percent; NaN if they are not known or the task has none."""
+    """Return the right answers under the full cache, in percent; NaN if they are not known or the task has none.
+
+    Comparisons with NaN are false, so a case of which nothing is known is neither weak nor able.
+    """
     full = [row for row in group if is_full([row])]
     return measure.of(full).mean if full and measure.graded and measure.task in RIGHT else math.nan
 
@@ -240,7 +243,9 @@ def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list
 
 
 def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
-    """Return the table cell of each policy at one budget, compared with the best policy."""
+    """Return the table cell of each policy at one budget, compared with the best policy: the one whose points over all
+    others sum up to most.
+    """
     names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
     sums = dict.fromkeys(names, 0.0)
     for pair in group:
@@ -267,4 +272,4 @@ def _difference_cell(pair: PolicyPair, sign: int) -> str:
 
 def _signed(value: float) -> str:
     """Return a number of points with its sign; 0 has none."""
-    return f"{value:+.0f}".replace("-", "−") if round(value) else "0"
+    return f"{value:+.0f}".replace("-", "−") if round(value) else "0"  # else -0.4 would be −0

@@ -49,7 +49,7 @@ class Spread:
 
 
 def over(values: Sequence[float]) -> Spread:
-    """Compute the spread of some numbers."""
+    """Compute the spread of some numbers, at least one."""
     n, mean = len(values), sum(values) / len(values)
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else math.nan
     return Spread(mean, min(values), max(values), n, error)
@@ -94,6 +94,7 @@ class ScoreMeasure:
 
 def _digits(value: float) -> str:
     """Format three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
+    # from 99.95 on three digits have no decimals; 0 has no first digit
     return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
 
 
@@ -206,7 +207,7 @@ def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def seeds(rows: Sequence[Row]) -> str:
-    """Return the number of seeds in words, as for a title; empty if no case has more than one seed."""
+    """Return the number of seeds in words, as for a title; empty if no cell has more than one seed."""
     cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
     sizes = {len(by_seed(group)) for group in cells.values()}
     low, high = min(sizes, default=1), max(sizes, default=1)

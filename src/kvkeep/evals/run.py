@@ -108,6 +108,7 @@ def lay_out(
         for kind in tasks:
             task = kind.load(checkpoint, own)
             part = TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own)
+            # a task that ignores the way to ask would be planned once for each way
             if cells.isdisjoint(mine := {planned.cell for planned in part.planned}):
                 cells |= mine
                 parts.append(part)
@@ -151,7 +152,7 @@ def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
     cell = planned.cell
     try:
         outcome = task.run(writer, cell.case, planned.policy, planned.budgets, setup=planned.setup)
-    except CapacityError as error:
+    except CapacityError as error:  # it does not say of which cell
         raise CapacityError(f"{cell}: {error}") from error
     return {
         **asdict(cell),
@@ -291,7 +292,7 @@ class CellRunner:
     def prepare(self, part: int) -> Task:
         """Return the task of a part, with what it has made with the full cache. Only the last part's task is held."""
         if self._task is None or self._part != part:
-            self._task = None  # its data are large
+            self._task = None  # its data are large, and would stay in memory beside the next one's
             task = self._sources[part].load(self.writer.checkpoint)
             with enough_memory(self.writer.model.device):
                 task.prepare(self.writer)
@@ -351,6 +352,7 @@ class CellQueue:
     """
 
     def __init__(self, grid: Grid, records: Records) -> None:
+        """Number all cells, and queue those without a row."""
         self._records, done = records, records.done
         self.cells = dict(enumerate(grid.planned, start=1))
         self._pieces: dict[int, CellPiece] = {}

@@ -58,7 +58,12 @@ def words(drawn: random.Random, n: int) -> list[str]:
 
 
 class Haystack:
-    """Sentences without end: those of a text, from its start again when it is over, or the package's own."""
+    """Sentences without end: those of a text, from its start again when it is over, or the package's own.
+
+    Args:
+        text: the text; ``None`` or an empty one for the package's own sentences.
+        seed: chooses the package's own sentences; without effect on a text.
+    """
 
     def __init__(self, text: str | None, seed: int):
         self._all = sentences(text or "")
@@ -79,7 +84,7 @@ def sentences(text: str) -> list[str]:
 
 
 def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Return sentences as one text, with needles between them, each after a share of the sentences."""
+    """Return sentences as one text, with needles between them, each after its share (``depths``) of the sentences."""
     places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
     parts, before = [], 0
     for place, needle in places:
@@ -134,9 +139,12 @@ TASKS = {
 
 
 def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int], Item]:
-    """Return a function that makes a text with a number of sentences around the needles."""
+    """Return a function that makes a text with a number of sentences around the needles: the same needles at the same
+    depths for every number.
+    """
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` sentences around the needles."""
         drawn = random.Random(seed)
         keys = values(task.keys, drawn, task.n_keys)
         held = {key: values(task.values, drawn, task.n_values) for key in keys}
@@ -144,7 +152,7 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
         asked = keys[: task.n_queries]
         context, depths = _context(task, haystack, needles, n, drawn)
         answers = tuple(value for key in asked for value in held[key])
-        single = len(answers) == 1
+        single = len(answers) == 1  # several answers stand at several depths
         return _item(task, context, _listed(asked), answers, depths[0] if single else None)
 
     return make
@@ -172,7 +180,7 @@ def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> 
     hay: list[str] = []
     while len(hay) < n:
         key = value(task.keys, drawn)
-        if not any(f" {key} " in needle for needle in needles):
+        if not any(f" {key} " in needle for needle in needles):  # else the question would have two answers
             hay.append(_said(task, key, value(task.values, drawn)))
     return hay
 
@@ -269,6 +277,7 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     answer are left out.
     """
     asked = [question for row in rows for question in row]
+    # sorted, so that the numbers do not depend on the order of a set
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
     for article, said, _, _ in asked:
@@ -289,7 +298,7 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
     Raises:
         ValueError: a paragraph has another form.
     """
-    if "data" not in row:
+    if "data" not in row:  # a row of the hub
         return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
     found: list[_Flat] = []
     for number, article in enumerate(row["data"], 1):
@@ -305,6 +314,7 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
     """Yield a paragraph of SQuAD on its own, then once for each of its questions, with the answers."""
     context = text(paragraph, "context")
+    # a paragraph without any question is a document, too
     yield article, context, "", ()
     for entry in paragraph["qas"]:
         answers = [] if entry.get("is_impossible", False) else [answer["text"] for answer in entry["answers"]]
@@ -324,6 +334,7 @@ def _different(answers: Any) -> tuple[str, ...]:
 
 def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
     """Return HotpotQA's paragraphs without repetition, and its questions with the paragraphs that each needs."""
+    # sorted, so that the numbers do not depend on the order of a set
     texts = sorted({said for _, _, shown in rows for said in shown})
     numbers = {said: i for i, said in enumerate(texts)}
     questions = [
@@ -358,10 +369,12 @@ def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Calla
     """Return a function that makes a prompt with the needed documents and a number of others, in a random order."""
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` documents beside the needed ones, those about the same thing before others."""
         drawn = random.Random(seed)
         near = drawn.sample(asked.near, len(asked.near))
         far = [i for i in range(len(found.documents)) if i not in {*asked.needed, *near}]
         others = [*near, *drawn.sample(far, len(far))]
+        # too few others repeat, and where there are none nothing can
         chosen = [*asked.needed, *(others[:n] if n <= len(others) or not others else _again(others, n))]
         drawn.shuffle(chosen)
         shown = "\n\n".join(f"Document {i}:\n{found.documents[number]}" for i, number in enumerate(chosen, 1))
@@ -416,7 +429,9 @@ def chain(seed: str) -> Callable[[int], Item]:
     """Return a function that makes a text with one chain of variables among lines of noise, after a solved example."""
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` lines of noise."""
         drawn = random.Random(seed)
+        # names of other lengths, so that none of the example stands in the text
         example, text = _chained(drawn, 5, letters=3), _chained(drawn, n, letters=5)
         shown = f"{example.text}{example.question}{example.lead}{' '.join(example.answers)}\n\n"
         return Item(text=shown + text.text, question=text.question, lead=text.lead, answers=text.answers)
@@ -452,6 +467,7 @@ def common(seed: str, context: int) -> Callable[[int], Item]:
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
     def make(n: int) -> Item:
+        """Return the item with ``n`` other words beside the common ones."""
         drawn = random.Random(seed)
         shown, solution = _numbered(drawn, *example)
         listed, answers = _numbered(drawn, n + _COMMON, often, seldom)
@@ -480,6 +496,7 @@ def coded(seed: str, room: int) -> Callable[[int], Item]:
     size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
     def make(n: int) -> Item:
+        """Return the item with about ``n`` coded words."""
         drawn = random.Random(seed)
         codes: dict[str, None] = {}
         while len(codes) < size:

@@ -82,6 +82,7 @@ class Options:
         Raises:
             InputError: an option is out of range, or makes no sense with another.
         """
+        # no contexts at all are refused like one of 0 tokens
         low = {"limit": self.limit, "contexts": min(self.contexts, default=0), "facts": self.facts}
         lengths = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens}
         for name, value in {**low, **lengths, "window": self.window, "stride": self.stride}.items():
@@ -241,7 +242,7 @@ def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tenso
 
 def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
     """Return ranges ``[start, stop)`` of target positions from 1 to ``length``, which double after ``first``."""
-    edges = [1]
+    edges = [1]  # nothing predicts the first token
     edge = first
     while edge < length:
         edges.append(edge)
@@ -251,7 +252,7 @@ def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
 
 def tenth_of(share: float) -> int:
     """Return the tenth that a share in [0, 1] falls into, from 0 to 9."""
-    return min(TENTHS - 1, int(share * TENTHS))
+    return min(TENTHS - 1, int(share * TENTHS))  # the end of the text belongs to the last tenth
 
 
 def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> Float[Tensor, "B 10"]:
@@ -267,6 +268,7 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     tenth = torch.where(inside, positions * TENTHS // n, TENTHS).long()
     counts = torch.zeros(*positions.shape[:2], TENTHS + 1, device=positions.device)
     counts.scatter_add_(-1, tenth, torch.ones_like(tenth, dtype=counts.dtype))
+    # a head that holds nothing of the text has shares of 0
     shares = counts[..., :TENTHS] / counts[..., :TENTHS].sum(dim=-1, keepdim=True).clamp(min=1)
     return shares.mean(dim=1)
 
@@ -285,6 +287,7 @@ def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
 
 def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
     """Return the part of one row's attention that falls on the tokens in the slots (-1 = empty)."""
+    # an empty slot reads the first token's attention, which is then masked
     mass = probabilities.gather(-1, positions.long().clamp(min=0))
     return mass.masked_fill(positions < 0, 0.0).sum(dim=-1)
 
@@ -406,13 +409,13 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:
-    """Return a text's tokens without the tokenizer's first token."""
+    """Return a text's tokens without the begin token that the tokenizer may put in front."""
     ids = encode(checkpoint, text, raw=True)[0]
     begin = checkpoint.tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[0] == begin else ids
 
 
 def _begin(checkpoint: Checkpoint) -> Int[Tensor, " n"]:
-    """Return the tokenizer's first token; nothing if it has none."""
+    """Return the tokenizer's begin token as a text of one token; an empty text if it has none."""
     begin = checkpoint.tokenizer.bos_token_id
     return torch.tensor([] if begin is None else [begin], dtype=torch.int64)

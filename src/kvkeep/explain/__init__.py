@@ -20,4 +20,5 @@ class _Callable(types.ModuleType):
         return explain(*args, **kwargs)
 
 
+# the only way to call a module: Python looks for `__call__` in the class
 sys.modules[__name__].__class__ = _Callable

@@ -176,7 +176,7 @@ def check(
     if len(made) > MOST_POLICIES or len({str(policy) for policy in made}) < len(made):
         raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
     if isinstance(budget, float):
-        budgets.from_ratio(budget, 1)  # checks it
+        budgets.from_ratio(budget, 1)  # checks the share; the number of tokens is not known yet
     elif budget is not None:
         budget = budgets.check_one(budget)
     chunk = None if prefill_chunk is None else budgets.check_one(prefill_chunk, "prefill_chunk")
@@ -243,6 +243,7 @@ def _prompt(
     if len(ids) > _MOST_TOKENS:
         raise InputError(f"The text has {len(ids)} tokens, more than the {_MOST_TOKENS} of a page. Give a part of it.")
     check_length(checkpoint, len(ids), asked.new_tokens)
+    # every chunk is a moment, and drops are told by their moments in one byte
     if chunk is not None and len(ids) > chunk * _MOST_CHUNKS:
         chunk = -(-len(ids) // _MOST_CHUNKS)
         notes.append(
@@ -253,7 +254,7 @@ def _prompt(
     if trained and len(ids) + asked.new_tokens > trained:
         notes.append(f"The text is longer than the {trained} tokens that the model was trained for.")
     parts = [len(ids)]
-    if asked.case == "later":
+    if asked.case == "later":  # no chunk has tokens of both text and question
         first = len(opened(checkpoint, text, raw=raw)[0])
         parts = [first, len(ids) - first]
     sizes = tuple(size for part in parts for size in _in_chunks(part, chunk))
@@ -279,6 +280,7 @@ def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
         evicting = [policy for policy in asked.policies if policy.evicts]
         if not evicting:
             return tokens + asked.new_tokens
+        # one budget for all policies, which holds what each of them protects
         slots = default_budget(evicting[0], tokens + asked.new_tokens, evicting[1:])
         if slots >= tokens + asked.new_tokens:
             notes.append(f"Nothing is evicted: {slots} slots hold all of the text and the answer. Try a budget of 20%.")
@@ -299,21 +301,28 @@ def _room(policy: Policy, slots: int, prompt: ExplainPrompt) -> int:
 
 
 def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, prompt: ExplainPrompt) -> None:
-    """Refuse a model, policies and budgets that cannot run, before the first policy runs."""
+    """Refuse a model, policies and budgets that cannot run, before the first policy runs.
+
+    Raises:
+        KVKeepError: see `explain`.
+    """
     refuse_states(checkpoint.name, checkpoint.config)
     for policy in policies:
         policy.check(_room(policy, slots, prompt))
+        # some policies need a prompt in one piece
         chunk = None if len(prompt.sizes) == 1 else prompt.sizes[0]
         Layout.of(checkpoint.config, policy, prefill_chunk=chunk).spread(_room(policy, slots, prompt))
 
 
 def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
     """Return the share of tokens that two answers have in common, position by position."""
+    # over the longer one, so that a missing end counts as different
     return sum(a == b for a, b in zip(ids, answer, strict=False)) / max(len(ids), len(answer))
 
 
 def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
     """Return the index of the first token of ``ids`` that differs from the answer's; ``None`` if there is none."""
+    # an answer that ends earlier than the other differs where it ends: its last token is named
     differ = (index for index, (a, b) in enumerate(zip_longest(ids, answer)) if a != b)
     first = next(differ, None)
     return None if first is None else min(first, len(ids) - 1)

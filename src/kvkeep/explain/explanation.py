@@ -45,6 +45,7 @@ def shades(values: Tensor) -> dict[str, Any]:
     steps.
     """
     most = float(values.max()) if values.numel() else 0.0
+    # some rows at a time, since the numbers in float64 take eight times the bytes of the table
     steps = torch.empty(values.shape, dtype=torch.uint8)
     for some, to in zip(values.split(_ROWS), steps.split(_ROWS), strict=True):
         to.copy_((some.double() / (most or 1.0)).sqrt_().mul_(SHADES).round_())
@@ -53,6 +54,7 @@ def shades(values: Tensor) -> dict[str, Any]:
 
 def short_floats(values: Tensor) -> dict[str, Any]:
     """Return floats as a table of bfloat16, two bytes each: three digits, and no two numbers change their order."""
+    # numpy, which gives the bytes, has no bfloat16
     return _table("bfloat16", values.to(torch.bfloat16).view(torch.int16))
 
 
@@ -63,6 +65,7 @@ def whole_numbers(values: Tensor) -> dict[str, Any]:
 
 def unpacked(table: dict[str, Any]) -> Tensor:
     """Return a table's numbers: the inverse of the functions above, up to their rounding."""
+    # a bytearray, since torch warns of a buffer that cannot be written
     data = bytearray(zlib.decompress(base64.b64decode(table["data"])))
     kinds = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "int32": torch.int32}
     flat = torch.frombuffer(data, dtype=kinds[table["type"]]) if data else torch.zeros(0)
@@ -109,6 +112,7 @@ def page(data: Mapping[str, Any]) -> str:
         "SCRIPT": "".join(map(asset, _SCRIPTS)),
     }
     before = asset("page.html")
+    # each part is put in place once, so that a text that looks like a mark of the page is left alone
     for name, content in parts.items():
         head, _, before = before.partition(f"<!-- {name} -->")
         parts[name] = head + content
@@ -135,6 +139,7 @@ def check(folder: Path, *, overwrite: bool) -> None:
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
+    # the nearest folder that exists: the others are made in it
     above = next(ancestor for ancestor in (folder, *folder.absolute().parents) if os.path.lexists(ancestor))
     if not above.is_dir():
         raise InputError(f"{above} is no folder, so it has no room for plots. Give another name.")
@@ -178,7 +183,7 @@ def strips(found: Explanation, moment: int = -1) -> list[Heat]:
     names = [f"{layer}.{head}" for layer, head in found.heads]
     maps = []
     for run in found.runs:
-        now = _index(moment, run.ledger.moments, "moment")
+        now = _index(moment, run.ledger.moments, "moment")  # runs differ in length, and so in their last moment
         maps.append(
             _wide(f"Held after moment {now + 1}, % ({run.policy})", "layer.KV head", names, _held(found, run, now))
         )
@@ -186,7 +191,7 @@ def strips(found: Explanation, moment: int = -1) -> list[Heat]:
 
 
 def times(found: Explanation) -> list[Heat]:
-    """Return maps of the share of heads that hold each token: a line for each moment."""
+    """Return a map for each run of the share of heads that hold each token, in percent: a line for each moment."""
     maps = []
     for run in found.runs:
         moments = range(run.ledger.moments)
@@ -197,7 +202,7 @@ def times(found: Explanation) -> list[Heat]:
 
 def lost(found: Explanation) -> list[Heat]:
     """Return maps of the lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
-    moments = len(found.prompt_ends)
+    moments = len(found.prompt_ends)  # those of the prompt are left out
     return _maps(found, "Lost mass, %", lambda run: run.missed.lost[moments:].mean(dim=0))
 
 
@@ -214,17 +219,20 @@ def lives(found: Explanation, token: int) -> list[Heat]:
     """
 
     def share(run: PolicyRun) -> Float[Tensor, " H"]:
+        """Return the share of the moments since the token was read in which each head held it."""
         position = _index(token, run.ledger.read, "token")
         first = next(now for now in range(run.ledger.moments) if position < found.read(now))
         dropped = run.ledger.dropped[:, position]
+        # below 0: it was never dropped
         return torch.where(dropped < 0, 1.0, (dropped - first) / (run.ledger.moments - first))
 
     return _maps(found, f"Time that token {token} was held, %", share)
 
 
 def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor, " H"]]) -> list[Heat]:
-    """Return one map of layers and KV heads for each run, with the share that ``of`` gives for each head."""
+    """Return one map of layers and KV heads for each run: the share that ``of`` gives for each head, in percent."""
     layers, heads = sorted({layer for layer, _ in found.heads}), 1 + max(head for _, head in found.heads)
+    # layers without slots have no line, and heads that a layer does not have stay NaN
     places = torch.tensor([layers.index(layer) * heads + head for layer, head in found.heads])
     maps = []
     for run in found.runs:
@@ -243,6 +251,7 @@ def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Ten
     lines, step = list[list[float]](), 1
     for share in shares:
         step = -(-len(share) // _MOST_COLUMNS)
+        # NaN fills up the last column, and does not count in its mean
         whole = torch.nn.functional.pad(100 * share, (0, -len(share) % step), value=torch.nan)
         lines.append(whole.view(-1, step).nanmean(dim=-1).tolist())
     columns = [str(step * column) for column in range(len(lines[0]))]
@@ -293,6 +302,7 @@ class PolicyRun:
 
     def data(self) -> dict[str, Any]:
         """Return the run as plain data."""
+        # the tables have room for the longest answer; this one may be shorter
         ledger, ids, n = self.ledger, self.ledger.answered, self.ledger.read
         return {
             "policy": self.policy,
@@ -384,6 +394,7 @@ class Explanation:
 
     def read(self, moment: int) -> int:
         """Return how many tokens of the prompt and of an answer have been read when a moment is over."""
+        # a moment of the prompt is a chunk, one of the answer a single token
         moments = len(self.prompt_ends)
         return self.prompt_ends[min(moment, moments - 1)] + max(0, moment + 1 - moments)
 

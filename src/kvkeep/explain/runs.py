@@ -77,8 +77,13 @@ class Ledger:
 
     @classmethod
     def of(cls, heads: int, length: int) -> Ledger:
-        """Return an empty record."""
-        dropped = torch.full((heads, length), HELD, dtype=torch.int16)
+        """Return the record of a run before its first moment.
+
+        Args:
+            heads: KV heads of all layers.
+            length: tokens of the prompt and of the longest answer.
+        """
+        dropped = torch.full((heads, length), HELD, dtype=torch.int16)  # a page has at most 254 moments
         return cls(dropped, torch.full((heads, length), torch.nan), torch.zeros(heads, length))
 
     @property
@@ -115,7 +120,7 @@ class Ledger:
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
     def choose(self, watches: dict[int, BoundedAttention]) -> None:
-        """Add the attention of the newest query, which chooses the next token of the answer."""
+        """Add the attention of the newest query, which chooses the next token of the answer. Call it after `note`."""
         rows = torch.cat([watch.sums.newest for watch in watches.values()]).cpu()
         self.rows.append(rows.mean(dim=0))
 
@@ -181,6 +186,7 @@ class WorkDone:
         self._weights: int = sum(weight.numel() for weight in model.parameters() if vocabulary not in weight.shape)
         self._pair: int = 2 * len(windows_of(config)) * config.get_text_config().hidden_size
         self._progress, self._done, self._all = progress, 0, 0
+        # the work of the prompt alone, under the full cache and in each run: how long answers will be is not known
         end = 0
         for piece in prompt.chunks():
             size, end = len(piece), end + len(piece)
@@ -232,11 +238,11 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
     while pieces:
         piece, phase = pieces.pop(0)
         logits = next_logits(model, cache, piece, phase)
-        if not read:
+        if not read:  # the number of heads is known once the layers have held something
             ledger = Ledger.of(sum(watch.held.shape[0] for watch in watches.values()), prompt.length)
         read += len(piece)
         ledger.note(watches, heard, read)
-        heard.clear()
+        heard.clear()  # a layer in which nothing competes in the next step has no scores then
         work.add(len(piece), 2 * min(read, budget + len(piece)))  # attention is computed twice
         if not pieces and len(ids) < prompt.new_tokens and not prompt.ends.intersection(ids[-1:]):
             ledger.choose(watches)
@@ -298,6 +304,7 @@ def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, los
     n, moment = ledger.total.shape[1], len(lost) - 1
     whole, missed, row = [], [], first
     for token in ledger.answered.ids:
+        # `row` is of the query that chose the token, and the token is then fed
         whole.append(row.mean(dim=0))
         missed.append((row * ledger.lacks(moment)).mean(dim=0))
         cache.feed(torch.tensor([token]), Phase.DECODE)
@@ -340,8 +347,10 @@ def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
     kind = type(policy)
 
     def score(self: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Return the policy's scores, and hand a copy of them to ``take``."""
         found: Tensor = kind.score(self, view, state)
-        positions = view.positions[0].clone()  # live, and about to change
+        # the first row: a run has one; copies, since what a policy sees is live and about to change
+        positions = view.positions[0].clone()
         take(view.layer, Heard(positions, found[0].float().clone(), protected_slots(self, view)[0].clone()))
         return found
 
@@ -370,6 +379,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     for index, token in enumerate(ids):
         waiting.append(token)
         text = _decoded(tokenizer, before + waiting).removeprefix(_decoded(tokenizer, before))
+        # half a character: the token that completes it gets all of it
         if text.endswith(_HALF) and len(waiting) < _LONGEST:
             continue
         # the last token stays in front of the next one, as white space may depend on it

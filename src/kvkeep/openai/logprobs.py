@@ -42,19 +42,22 @@ class ScoredTokens:
         return scored.rest(result, whole=whole)
 
     def add(self, entry: Logprob) -> None:
-        """Note the next token."""
+        """Note the next token. It is handed out by `within` or `rest`."""
         self._entries.append(entry)
         self._know(self._spans.add(entry.token_id))
 
     def within(self, length: int) -> list[Scored]:
-        """Return the next tokens that begin in the first characters of the text."""
+        """Return the tokens not handed out yet that begin in the first ``length`` characters of the text."""
         found = []
         while self._known and self._known[0][0].start < length:
             found.append(self._known.popleft())
         return found
 
     def rest(self, result: Result, *, whole: bool = False) -> list[Scored]:
-        """Return the tokens that are left when the answer has ended."""
+        """Return the tokens that are left when the answer has ended, without those of a stop text unless ``whole``.
+
+        Afterwards none is left.
+        """
         self._know(self._spans.end())
         stopped = result.finish_reason == "stop" and not result.end_token and not whole
         found = self.within(len(result.text)) if stopped else list(self._known)
@@ -72,7 +75,7 @@ class ScoredTokens:
 
 
 def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the entries of a chat's tokens."""
+    """Return the entries of a chat's tokens, each with the likeliest tokens in its place."""
     return [
         {
             **_entry(token.text, token.bytes, scored.value),
@@ -105,6 +108,7 @@ def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> 
     """
     return {
         "tokens": [token.text for token, _ in tokens],
+        # JSON has no minus infinity
         "token_logprobs": [max(scored.value, LEAST) for _, scored in tokens],
         "top_logprobs": [_named(token, scored, texts) for token, scored in tokens],
         "text_offset": [offset + token.start for token, _ in tokens],
@@ -159,6 +163,7 @@ def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -
     """
     spans = TokenSpans(texts, special=True)
     tokens = _placed(prompt, ids, [token for number in ids for token in spans.add(number)] + spans.end(), texts)
+    # the model predicts all but the first
     of_prompt = columns(list(zip(tokens[1:], result.prompt_logprobs, strict=False)), texts)
     new = columns(ScoredTokens.of(result, texts, whole=True), texts, offset=len(prompt))
     # nothing stands before the first token from which the model could have predicted it
@@ -179,7 +184,7 @@ def _placed(prompt: str, ids: Sequence[int], tokens: Sequence[TextToken], texts:
     for number, token, end in zip(ids, tokens, ends, strict=True):
         part = decoded[token.start : end]
         place, step, text = at, len(part), token.text
-        if not prompt.startswith(part, at):
+        if not prompt.startswith(part, at):  # the tokenizer has changed the text here, or added a token
             bare = part.strip()
             near = prompt.find(bare, at, at + len(part) + _NEAR) if bare else -1
             if texts.is_special(number):

@@ -19,7 +19,7 @@ MAX_DEPTH = 200
 
 _EXAMPLE = '{"prompt": "…"}'
 _MAX_DIGITS = 4300
-"""Digits of a whole number that Python reads from a text."""
+"""Digits of a whole number that Python reads from a text, by default (`sys.get_int_max_str_digits`)."""
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def decoded(raw: bytes) -> dict[str, Any]:
         RecursionError: lists and objects are nested too deeply.
         InputError: the JSON is no object.
     """
+    # a byte order mark, which some editors write, is passed over
     fields = _DECODER.decode(raw.decode("utf-8-sig"))
     if not isinstance(fields, dict):
         raise InputError(f"it is no JSON object like {_EXAMPLE}")
@@ -242,7 +243,8 @@ def short(value: object) -> str:
 
 
 def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
-    """Return the messages of a chat's body. Tool calls and results become text, unless the template takes them.
+    """Return the messages of a chat's body, checked. Tool calls and results become text, unless the template takes
+    them.
 
     Args:
         given: the body.
@@ -275,6 +277,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
     Raises:
         ParameterError: the message has another form, an unknown role, or a field of which the model cannot be told.
     """
+    # null is the same as no value
     found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
     role, calls = found.get("role"), found.get("tool_calls", [])
     if not isinstance(role, str) or (role != "assistant" and "content" not in found):
@@ -283,7 +286,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
         raise ParameterError(f"{name}.role", f"is {short(role)}; there are system, user, assistant and tool")
     for field in found.keys() & {*_FIELDS, *_UNREAD}:
         _check_field(f"{name}.{field}", field, found[field])
-    calls = _older_call(found) if calls == [] else calls
+    calls = _older_call(found) if calls == [] else calls  # an empty list is no call at all
     if calls != [] and role != "assistant":
         raise ParameterError(f"{name}.tool_calls", f"belongs to an assistant's message, and this is of {role}")
     made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
@@ -301,7 +304,11 @@ def _message(name: str, message: object) -> dict[str, Any]:
 
 
 def _check_field(place: str, name: str, value: object) -> None:
-    """Check the type of a message's field, and that it asks for nothing that kvkeep cannot do."""
+    """Check the type of a message's field, and that it asks for nothing that kvkeep cannot do.
+
+    Raises:
+        ParameterError: a check fails.
+    """
     if name in _UNREAD:
         if value not in (False, "", [], {}):
             raise ParameterError(place, _UNREAD[name])
@@ -316,7 +323,7 @@ def _check_field(place: str, name: str, value: object) -> None:
 
 
 def _older_call(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the call of an older ``function_call`` as a list of tool calls."""
+    """Return the call of an older ``function_call`` as a list of one tool call without an id; empty without a call."""
     call = message.get("function_call")
     return [{"id": "", "type": "function", "function": call}] if call else []
 
@@ -336,13 +343,17 @@ def _calls(name: str, calls: object) -> list[dict[str, str]]:
             raise ParameterError(
                 f"{name}[{place}]", 'is not like {"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
             )
-        text = whole_text(f"{name}[{place}]", given or "{}")
+        text = whole_text(f"{name}[{place}]", given or "{}")  # an empty text, which is no JSON, is no arguments
         found.append({"name": called, "arguments": text, "id": _id(f"{name}[{place}].id", call.get("id") or "")})
     return found
 
 
 def _id(name: str, given: object) -> str:
-    """Return an id after checking that it is a text without broken characters."""
+    """Return an id after checking that it is a text without broken characters; it may be empty.
+
+    Raises:
+        ParameterError: it is not.
+    """
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
     return whole_text(name, given)
@@ -368,6 +379,7 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if is_result and joins:
             found[-1]["content"] += f"\n{message['content']}"
         else:
+            # a template that knows no tools takes no role of theirs
             found.append({"role": "user", "content": message["content"]} if is_result else message)
         joins = is_result
     return found
@@ -391,6 +403,7 @@ def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
     ]
     if form.next is not None:
         return [{**message, "tool_calls": calls}]
+    # the text stands before the first call only
     first = [message["content"], *[""] * (len(calls) - 1)]
     return [{**message, "content": text, "tool_calls": [call]} for text, call in zip(first, calls, strict=True)]
 
@@ -426,7 +439,11 @@ def _content(name: str, content: object) -> str:
 
 
 def _text_of(name: str, part: object) -> str:
-    """Return the text of a part of a message's content."""
+    """Return the text of a part of a message's content.
+
+    Raises:
+        ParameterError: the part is no text, such as an image.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     text = part.get(field) if isinstance(part, dict) and field else None
@@ -436,7 +453,7 @@ def _text_of(name: str, part: object) -> str:
 
 
 def whole_text(name: str, text: str) -> str:
-    """Return a text, after a check that it has no unpaired surrogate (half a character) such as ``"\ud83d"``.
+    """Return a text unchanged, after a check that it has no unpaired surrogate (half a character) such as ``"\ud83d"``.
 
     Raises:
         ParameterError: the text has one.

@@ -61,7 +61,16 @@ def form_of(given: Mapping[str, Any]) -> tuple[str | None, Structure | None]:
 
 
 def _form(name: str, given: Any, kind: str | None = None) -> Structure | None:
-    """Return the structure of a field in vLLM's words. Empty texts and ``false`` of a field of its own ask for none."""
+    """Return the structure of a field in vLLM's words; ``None`` for free text.
+
+    Args:
+        name: the field's name in the body.
+        given: kinds of forms → values, as in ``structured_outputs``.
+        kind: the only kind, if the field gives one by itself; an empty text or ``false`` then asks for none.
+
+    Raises:
+        ParameterError: the form is refused.
+    """
     if kind is not None and given[kind] in ("", False):
         return None
     try:
@@ -87,10 +96,12 @@ def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
         return None
     if kind not in _FORMATS:
         raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_FORMATS)}")
+    # for messages: `/v1/responses` has the schema beside the type, other bodies have it under json_schema
     nested = name == "response_format" or "json_schema" in given
     place = f"{name}.json_schema" if nested else name
     if kind == "json_object" and given.get("schema") is None:
         return json_structure({"type": "object"})
+    # a schema beside json_object, too, is one that the answer has to follow
     described = given.get("json_schema") if "schema" not in given else given
     if not isinstance(described, dict) or described.get("schema") is None:
         raise ParameterError(place, 'has no schema; give {"name": "…", "schema": {…}}')
@@ -297,6 +308,7 @@ def ignored(
             raise ParameterError(name, f"cannot be {short(value)} here; leave it out")
         if generates and (route := next((url for url, types in _TYPES.items() if name in types), None)):
             raise ParameterError(name, f"is unknown here, as it belongs to {route}; leave it out")
+        # cut, since a comparison takes time that grows with the square of the length
         if alike := difflib.get_close_matches(name[:80], own, 1, _ALIKE):
             raise ParameterError(name[:80], f"is unknown; did you mean {alike[0]}?")
         found.append(name)
@@ -317,7 +329,7 @@ def _unknown_parts(
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """Tell whether a known field that is not read leaves the answer as it is."""
+    """Return whether a known field that is not read leaves the answer as it is; ``False`` for unknown fields."""
     if name in _ANYWHERE:
         neutral = _ELSEWHERE.get(name, ())
     elif name in _RENAMED:
@@ -326,7 +338,7 @@ def _asks_for_nothing(name: str, value: object) -> bool:
         neutral = _UNBUILT[name]
     else:
         return False
-    return value in ("", [], {}) or value in neutral
+    return value in ("", [], {}) or value in neutral  # an empty value asks for nothing, whatever the field
 
 
 _SAME = (
@@ -404,6 +416,7 @@ class ParsedBody:
         """
         if self.truncate is None:
             return ids
+        # -1: what the answer leaves, but one token at least: a slice from -0 on would be the whole prompt
         room = len(ids) if most is None else max(1, most - self.options.get("max_new_tokens", 1))
         return ids[-(room if self.truncate < 0 else self.truncate) :]
 
@@ -466,6 +479,7 @@ def read(
     structure = tools.structure(form, named) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
+    # see `Tools.structure`: the grammar then has no text before a call
     begins = tools is not None and (tools.choice == "required" or form is not None)
     if "min_tokens" in given:
         spelling["min_new_tokens"] = "min_tokens"
@@ -479,7 +493,9 @@ def read(
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
-    """Return an option's error that names the body's parameter in place of the option."""
+    """Return an option's error that names the body's parameter in place of the option: a `ParameterError` if the
+    message begins with one, else an `InputError`.
+    """
     text = str(error)
     for option, name in asked.spelling.items():
         text = text.replace(option, name)
@@ -512,6 +528,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
         ParameterError: there is no prompt, or one is empty or of another form.
     """
     prompt = given.get("prompt")
+    # an empty list has no prompts, though all of its entries are token ids
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
     if not prompts:
         raise ParameterError("prompt", "has no text")
@@ -527,6 +544,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
 
 def _are_ids(value: object) -> bool:
     """Return whether a value is a list of token ids."""
+    # type() and not isinstance: true and false are ints to Python
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
@@ -556,7 +574,11 @@ def _seed(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options ``stop`` and ``stop_token_ids``."""
+    """Return the options ``stop`` and ``stop_token_ids``, each only if the body has it.
+
+    Raises:
+        ParameterError: a stop text is empty or no text, or a token id is refused.
+    """
     found: dict[str, Any] = {}
     if "stop" in given:
         texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
@@ -572,7 +594,13 @@ def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a prompt becomes tokens. vLLM takes two of the fields among the template's variables, too."""
+    """Return how a prompt becomes tokens, without what is the route's default.
+
+    vLLM takes two of the fields among the template's variables, too, where they come first.
+
+    Raises:
+        ParameterError: a variable has the wrong type or half of a character, or two fields contradict each other.
+    """
     variables = dict(given.get("chat_template_kwargs", {}))
     flags = {"add_special_tokens": given["add_special_tokens"]} if "add_special_tokens" in given else {}
     for name in ("add_generation_prompt", "continue_final_message"):
@@ -581,6 +609,7 @@ def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ParameterError(f"chat_template_kwargs.{name}", f"is {short(value)} and not true or false")
         if value is not None:
             flags[name] = value
+    # false beside it is the default there, and is dropped
     if flags.get("continue_final_message") and flags.pop("add_generation_prompt", False):
         raise ParameterError(
             "add_generation_prompt", "begins a new answer, and continue_final_message none; give one of them"
@@ -597,7 +626,11 @@ def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _truncated(given: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of a prompt."""
+    """Return the most tokens of a prompt, -1 for as many as fit; ``None`` for all.
+
+    Raises:
+        ParameterError: the number is 0 or out of range.
+    """
     most: int | None = given.get(TRUNCATE_PROMPT_TOKENS.name)
     if most is not None and (not most or not TRUNCATE_PROMPT_TOKENS.allows(most)):
         raise ParameterError(TRUNCATE_PROMPT_TOKENS.name, f"is {short(most)}; give 1 or more tokens, or -1")
@@ -626,7 +659,7 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found: Mapping[str, object] = given["logit_bias"]
     for token, added in found.items():
-        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):  # no vocabulary has ids of more digits
             raise ParameterError("logit_bias", f"has {short(token)} in place of a token id")
         if isinstance(added, bool) or not isinstance(added, int | float) or not LOGIT_BIAS.allows(added):
             raise ParameterError("logit_bias", f"adds {short(added)} to a logit; give a number from -100 to 100")
@@ -645,7 +678,7 @@ def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
         name, wanted, count = "top_logprobs", given.get("logprobs", False), given.get("top_logprobs", 0)
         if count and not wanted:
             raise ParameterError(name, "has no effect without logprobs: true")
-    if not 0 <= count <= 20:
+    if not 0 <= count <= 20:  # OpenAI's limit
         raise ParameterError(name, f"is {short(count)}, and there are 0 to 20")
     return {"logprobs": count} if wanted else {}
 

@@ -44,7 +44,7 @@ def answer(
 
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """Return the token counts of an answer. The prompt of several results counts once."""
+    """Return the token counts of an answer. Of each ``n`` results in a row, the common prompt counts once."""
     prompt = sum(result.prompt_tokens for result in results[::n])
     new = sum(len(result.token_ids) for result in results)
     return {
@@ -103,7 +103,7 @@ def _message(asked: ParsedBody, name: str, index: int, result: Result, texts: To
 
 
 def _content(asked: ParsedBody, result: Result, texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a chat's answer."""
+    """Return the log-probabilities of a chat's answer, an entry for each token of its text."""
     return logprobs.content(logprobs.ScoredTokens.of(result, texts, special=asked.shows_special), texts)
 
 
@@ -118,7 +118,8 @@ def _text(asked: ParsedBody, index: int, result: Result, texts: TokenTexts | Non
 def echoed(
     choice: dict[str, Any], prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """Return a completion's choice with its prompt in front of the text, and of the log-probabilities if asked for.
+    """Return a copy of a completion's choice with its prompt in front of the text, and in front of the
+    log-probabilities if these are asked for.
 
     Args:
         choice: the choice.

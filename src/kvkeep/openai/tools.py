@@ -32,6 +32,7 @@ class ToolCallParser:
     """
 
     def __init__(self, name: str, use: ToolUse, names: Collection[str], *, anywhere: bool) -> None:
+        """Make the headers of calls that are looked for, each with its function's name."""
         form = use.form
         self._name, self._anywhere = name, anywhere
         heads = {tool: f"{tool}{form.middle}{{" for tool in names}
@@ -41,6 +42,7 @@ class ToolCallParser:
         first = {f"{mark}{begin}{heads[tool]}": tool for mark in bare for begin in form.opens for tool in names}
         self._first = {**self._later, **first}
         self._next = {} if form.next is None else {f"{form.close}{form.next}{heads[tool]}": tool for tool in names}
+        # only where one of these characters stands, the text is compared with the headers
         self._starts = {header[0] for header in self._later}
         self._state: Literal["content", "arguments", "after"] = "content"
         self._held, self._begun = "", False
@@ -50,6 +52,7 @@ class ToolCallParser:
     def add(self, text: str) -> Iterator[dict[str, Any]]:
         """Add a piece of text, and yield the response deltas that are certain now. The rest is held back."""
         self._held += text
+        # one piece may end a call and begin another
         moved = True
         while moved:
             before = self._state
@@ -68,7 +71,7 @@ class ToolCallParser:
         for delta in (*self.add(text), *self.end()):
             content += delta.get("content", "")
             for part in delta.get("tool_calls", ()):
-                if "id" in part:
+                if "id" in part:  # begins a call, and all others go on with the last one
                     found.append({name: part[name] for name in ("id", "type", "function")})
                 else:
                     found[-1]["function"]["arguments"] += part["function"]["arguments"]
@@ -89,7 +92,7 @@ class ToolCallParser:
         if before:
             self._begun = True
             yield {"content": before}
-        if header:
+        if header:  # an empty one may become a call with more text
             yield self._call(header, self._first[header])
 
     def _places(self) -> list[int]:
@@ -118,6 +121,7 @@ class ToolCallParser:
 
         The call's arguments begin with the header's last character.
         """
+        # the header ends with the brace that opens the arguments
         self._held, self._state, self._object = self._held[len(header) - 1 :], "arguments", _Object()
         about = {"index": self.count, "id": f"call_{self._name}_{self.count}", "type": "function"}
         self.count += 1
@@ -141,7 +145,7 @@ class _Object:
         Set ``ended`` if the object ends among them.
         """
         for place, letter in enumerate(text):
-            if self._quoted:
+            if self._quoted:  # brackets in a text do not count
                 self._quoted = self._escaped or letter != '"'
                 self._escaped = letter == "\\" and not self._escaped
                 continue
@@ -207,7 +211,7 @@ class Tools:
         return tuple({"type": "function", "function": _described(function)} for function in self.functions)
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with a description of the tools at the end of the system message."""
+        """Return copies of the messages with a description of all tools at the end of the system message, or as one."""
         shown = (json.dumps(tool, ensure_ascii=False) for tool in self.described)
         text = self.use.form.words.format(tools="\n".join(shown))
         first, rest = messages[0], list(map(dict, messages[1:]))
@@ -216,7 +220,7 @@ class Tools:
         return [{"role": "system", "content": text}, dict(first), *rest]
 
     def structure(self, content: Structure | None, name: str | None = None) -> Structure:
-        """Build the structure of an answer that may call tools.
+        """Build the structure of an answer that may call tools: a grammar of llguidance, with a rule for each function.
 
         Args:
             content: the form of an answer without calls; ``None``: any text.
@@ -230,13 +234,14 @@ class Tools:
                 name or "structured_outputs", "names a form that goes together with no tools; leave one out"
             )
         form = self.use.form
-        several = self.parallel and form.next is not None
+        several = self.parallel and form.next is not None  # some forms have one call in an answer
         lines = ["%llguidance {}", *self._start(content)]
         lines.append(f"calls: opens name {'more* ' if several else ''}{json.dumps(form.last) if form.last else ''}")
         lines.append(f"opens: {' | '.join(map(json.dumps, form.opens))}")
         if several:
             lines.append(f"more: {json.dumps(form.next)} name")
         lines.append("name: " + " | ".join(f"call_{place}" for place in range(len(self.names))))
+        # in the order of `names`, by whose places the rules are called
         callable_ = [function for function in self.functions if function["name"] in self.names]
         lines += [self._rule(place, function) for place, function in enumerate(callable_)]
         try:
@@ -252,6 +257,7 @@ class Tools:
         """
         form, token = self.use.form, self.use.token
         mark = json.dumps(form.mark) if token is None else f"<[{token}]>"
+        # where calls can do without the mark, only one that is a special token may come first
         begun = "mark" if form.needs_mark else "" if token is None else "mark?"
         marks = [f"mark: {mark}"] if begun else []
         if self.choice == "required":
@@ -265,6 +271,7 @@ class Tools:
             return [f"start: TEXT | {begun} calls", *marks, f"TEXT: /{_ANY}*/ & ~/{call}{_ANY}*/"]
         if token is not None:
             return ["start: TEXT | mark calls", *marks, f"TEXT: /{_ANY}*/"]
+        # the text ends at the first mark
         return ["start: TEXT | open calls", f"open[lazy]: TEXT {mark}", f"TEXT: /{_ANY}*/"]
 
     def _rule(self, place: int, function: Mapping[str, Any]) -> str:
@@ -293,6 +300,7 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
     parallel = bool(given.get("parallel_tool_calls", True))
     if isinstance(choice, dict):
         shown, listed = short(choice), choice.get("type") == "allowed_tools"
+        # one function by name is a list of one that must be called
         inner = choice.get("allowed_tools") if listed else {"mode": "required", "tools": [choice]}
         allowed = _names(inner)
         if not allowed or not isinstance(inner, dict) or inner.get("mode") not in ("auto", "required"):
@@ -312,6 +320,7 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 def _names(given: object) -> tuple[str, ...] | None:
     """Return the names in a list of functions that may be called; ``None`` if it has another form."""
+    # what is no list counts as one of a wrong entry
     tools = given.get("tools") if isinstance(given, dict) else None
     found = []
     for tool in tools if isinstance(tools, list) else [None]:
@@ -360,6 +369,7 @@ def _function(place: str, tool: object) -> Mapping[str, Any]:
     if not isinstance(parameters, dict):
         raise ParameterError(f"{place}.function.parameters", "is no JSON schema of an object")
     try:
+        # a schema of arguments that names no type is an object's
         schema = compact({"type": "object", **parameters}, lenient=not inner.get("strict"))
         whole_text(f"{place}.function.parameters", json.dumps(parameters, ensure_ascii=False))
     except InputError as error:

@@ -37,6 +37,7 @@ def check_alive(ray: Any) -> None:
     address = str(ray.get_runtime_context().gcs_address)
     host, _, port = address.rpartition(":")
     try:
+        # brackets stand around an IPv6 address
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise LostClusterError(
@@ -101,6 +102,7 @@ class Need:
     memory: int = 0
 
     def __str__(self) -> str:
+        """Return the need in words, such as ``2 CPUs, 1 GPU and 3.00 GB``."""
         parts = [f"{self.cpus} CPU{'s' if self.cpus > 1 else ''}"]
         parts += [f"{self.gpus} GPU"] if self.gpus else []
         parts += [show_bytes(self.memory)] if self.memory else []
@@ -186,6 +188,7 @@ def check_ray(address: str | None) -> None:
     if address in ("local", "auto"):
         return
     host, _, port = address.rpartition(":")
+    # six digits are too many already, and int() refuses thousands of them
     if "://" in address or not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise InputError(
             f"`ray_address={address}` is no address of a cluster. Give host:port of its head node, as ray start "
@@ -194,6 +197,7 @@ def check_ray(address: str | None) -> None:
         )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
+            # under TLS the answer cannot be read here
             speaks = bool(os.environ.get("RAY_USE_TLS")) or _speaks_http2(connection)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -210,12 +214,13 @@ def check_ray(address: str | None) -> None:
 
 def _speaks_http2(connection: socket.socket) -> bool:
     """Return whether a server speaks HTTP/2 (RFC 9113, 3.4), as Ray's does. Ray itself would try for minutes."""
+    # the client's preface, and an empty SETTINGS frame
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
     try:
         answer = connection.recv(9)
     except OSError:  # it says nothing, or ends the connection
         return False
-    return len(answer) >= 4 and answer[3] == _SETTINGS
+    return len(answer) >= 4 and answer[3] == _SETTINGS  # a frame's header: three bytes of length, then the type
 
 
 def own_cpus(workers: int, threads: int | None) -> int:
@@ -239,6 +244,7 @@ def scout() -> dict[str, Any]:
         "versions": {
             "kvkeep": __version__,
             "python": ".".join(platform.python_version_tuple()[:2]),
+            # without the build, such as +cpu
             **{name: version(name).partition("+")[0] for name in PACKAGES},
         },
     }
@@ -255,6 +261,7 @@ def nodes() -> list[Node]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     asked = [
+        # no CPU, so that a busy node answers, too; on that node alone
         ray.remote(num_cpus=0, max_retries=3)(scout)
         .options(scheduling_strategy=On(node["NodeID"], soft=False))
         .remote()
@@ -338,7 +345,7 @@ def _memory(node: Node, need: Need) -> str:
 
 def last_words(error: BaseException) -> str:
     """Return the reason of a Ray error in one line. Such errors are long and begin with a traceback."""
-    text = str(getattr(error, "cause", None) or error)
+    text = str(getattr(error, "cause", None) or error)  # the worker's own error, where Ray has wrapped one
     if detail := _DETAIL.search(text):
         return f"its process ended ({' '.join(detail[1].split()):.120})"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

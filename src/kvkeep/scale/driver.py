@@ -127,7 +127,9 @@ class Outcome:
     stopped: bool = False
 
     def take(self, answer: WorkResult, write: Write) -> None:
-        """Write a result, or store why a piece has none. The pool gives one answer for each piece."""
+        """Write a result, or store why a piece has none, or why the job has to end; of several refusals by workers the
+        first. The pool gives one answer for each piece.
+        """
         if answer.refused:
             self.refusal = self.refusal or str(answer.reason)
         elif answer.whole is None:

@@ -73,7 +73,7 @@ def generate(
     return dataset.map_batches(
         Stage,
         batch_size=batch_size,
-        batch_format="pyarrow",
+        batch_format="pyarrow",  # tables, to which `Stage` appends a column
         concurrency=workers,
         fn_constructor_kwargs={**made, "options": options},
         **{"num_cpus": 1, **(resources or {})},
@@ -94,6 +94,7 @@ class Stage:
     def __init__(
         self, model: str | None, sampling: SamplingParams, raw: bool, dtype: str, options: Mapping[str, Any]
     ) -> None:
+        """Load the model, and start the engine's thread."""
         network, tokenizer = load_with_tokenizer(model, dtype=dtype)
         self._loop = Loop(Engine(network, tokenizer, **options))
         self._loop.start()
@@ -110,6 +111,7 @@ class Stage:
         if COMPLETION in batch.column_names:
             raise InputError(f'The dataset has a column "{COMPLETION}", the name of the result; rename it.')
         names = [name for name in _READ if name in batch.column_names]
+        # all rows first, so that they share the engine's rows; then the answers
         waiting = [self._begun(row) for row in batch.select(names).to_pylist()]
         answers = [_completion(answer if isinstance(answer, str) else answer.result()) for answer in waiting]
         kinds = {name: pyarrow.string() for name in _TEXTS} | {name: pyarrow.int64() for name in _NUMBERS}
@@ -118,6 +120,7 @@ class Stage:
     def _begun(self, row: Mapping[str, Any]) -> Any:
         """Queue a row's request, and return a future of its results; or the reason why the row cannot run, as text."""
         try:
+            # number, fingerprint and fields are for output files, of which there is none
             line = InputLine(1, "", {}, _request(row, self._sampling, raw=self._raw))
         except (KVKeepError, ValueError) as error:
             return reason_of(error)
@@ -137,8 +140,9 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
         options = json.loads(options)
     if prompt is not None and not isinstance(prompt, str):
         raise InputError('its "prompt" is no text')
+    # the prompt is set below as a text: any token stands for it while the options are checked
     asked = request_of(1, (0,), options or {}, sampling)
-    own = isinstance(options, dict) and "seed" in options
+    own = isinstance(options, dict) and "seed" in options  # such a row draws as it would alone
     sequence = 0 if own else _sequence(prompt, messages, options)
     return dataclasses.replace(asked, prompt=prompt, messages=messages, raw=raw, sequence=sequence)
 

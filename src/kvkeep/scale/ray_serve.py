@@ -62,6 +62,7 @@ class Replica:
     """
 
     def __init__(self, recipe: ReplicaRecipe, name: str | None = None) -> None:
+        """Load the model, and make the engine and the application."""
         self._name = name or _own_name()
         self._ready = False
         self._leases: SharedFolder | None = None
@@ -94,7 +95,7 @@ class Replica:
         if to != self._name:
             yield None
             return
-        if not self._ready:
+        if not self._ready:  # the threads belong to the loop that runs here
             use_threads()
             self._ready = True
         messages = replay(self._app, request)
@@ -114,15 +115,16 @@ class Replica:
         return ReplicaFacts(self._weights, self._engine.rows, self._engine.row_bytes, os.getpid())
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the statistics that Ray Serve passes to routers."""
+        """Return the number of rows, which Ray Serve passes to routers."""
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the numbers that Ray Serve passes to `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
+        """Return the rows, and the requests that run or wait, for `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:
         """Write all sessions and let other replicas take them. Ray Serve has waited for the requests."""
+        # Ray Serve calls this, and then Python again, also where `__init__` has failed
         if (engine := self.__dict__.pop("_engine", None)) is None:
             return
         if self._handover is not None:
@@ -154,6 +156,7 @@ def _staying(name: str) -> Callable[[], bool]:
     told = False
 
     def stays() -> bool:
+        """Return whether Ray Serve tells of the replica, or has not told of it yet."""
         nonlocal told
         here = name in ray_serve_replicas.of(str(handle.deployment_id))
         told = told or here
@@ -242,7 +245,10 @@ def application(
         return _door(own, prefixes=prefixes)
 
     door = serve.deployment(serve.ingress(build)()).options(
-        name=DOOR, num_replicas=1, max_ongoing_requests=_MOST_AT_ONCE, ray_actor_options={"num_cpus": 0}
+        name=DOOR,
+        num_replicas=1,
+        max_ongoing_requests=_MOST_AT_ONCE,
+        ray_actor_options={"num_cpus": 0},  # all are for replicas
     )
     return door.bind(engines)
 

@@ -50,7 +50,8 @@ def of(place: str) -> Mapping[str, int]:
 
 
 def by_free_rows(context: Any) -> tuple[int | float, dict[str, Any]]:
-    """Return the number of replicas that leaves a fifth of all rows free. Waiting requests count as rows.
+    """Return the number of replicas that leaves a fifth of all rows free, and an empty state. Waiting requests count
+    as rows.
 
     Ray Serve rounds it up, keeps it within its limits, and waits before it changes anything.
 

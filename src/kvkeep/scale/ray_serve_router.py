@@ -73,7 +73,7 @@ class RayReplicas:
     def here(self) -> Mapping[str, int]:
         """Return the replicas that take requests, with the rows of each."""
         told = ray_serve_replicas.of(self._place)
-        self._ended &= told.keys()
+        self._ended &= told.keys()  # one of which Ray Serve no longer tells need not be left out
         return {name: rows for name, rows in told.items() if name not in self._ended}
 
     async def ask(self, replica: str, request: Received) -> AsyncGenerator[Any, None]:
@@ -92,7 +92,7 @@ class RayReplicas:
             self._ended.add(replica)
             raise
         except (ray.exceptions.RayError, RayServeException) as error:
-            if isinstance(error, ray.exceptions.ActorDiedError):
+            if isinstance(error, ray.exceptions.ActorDiedError):  # after other errors the replica may live
                 self._ended.add(replica)
             raise LostError(replica) from error
         finally:

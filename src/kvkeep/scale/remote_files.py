@@ -40,7 +40,7 @@ def is_parquet(name: str) -> bool:
 
 
 def is_within(name: str, source: str) -> bool:
-    """Return whether a file lies in the folder that is the input."""
+    """Return whether a file is one that would be read from the folder that is the input."""
     return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
 
 
@@ -71,11 +71,12 @@ def as_lines(source: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
             copy = Path(folder) / "lines.jsonl"
             try:
+                # pyarrow takes no relative path
                 system, path = fs.FileSystem.from_uri(source if is_address(source) else str(Path(source).resolve()))
                 with copy.open("wb") as target:
                     for name in _files(system, path, source):
                         _copy(system, name, target)
-            except InputError:
+            except InputError:  # says already what happened
                 raise
             except Exception as error:  # whatever a file system raises: no such file, no rights, no network
                 raise InputError(f"The input {source} cannot be read: {one_line(error):.300}") from error
@@ -167,6 +168,7 @@ class Destination:
     """
 
     def __init__(self, target: str, home: Path) -> None:
+        """Find the file system and the names; nothing is written yet."""
         try:
             from pyarrow import fs
         except ImportError as error:
@@ -210,7 +212,7 @@ class Destination:
                     self._published = self._size()
                 yield
             finally:
-                self._copy.unlink(missing_ok=True)
+                self._copy.unlink(missing_ok=True)  # of a download that was cut off
                 if self._size() == self._published:
                     self.path.unlink(missing_ok=True)
                 with suppress(OSError):  # lines that were set aside are in there
@@ -234,7 +236,7 @@ class Destination:
             self._system.move(self._part, self._at)
             if self._is_local:
                 sync_folder(Path(self._at).parent)
-        if complete:
+        if complete:  # otherwise the file stays, and the same command goes on from it
             self._published = self._size()
 
     def _check(self) -> None:
@@ -261,6 +263,7 @@ class Destination:
                 except FileNotFoundError:  # removed since it was made
                     continue
             with lock:
+                # the lock may be on a folder that was removed, and perhaps made again, before it was taken
                 if self._folder.is_dir() and os.path.samestat(before, self._folder.stat()):
                     yield
                     return
@@ -314,7 +317,7 @@ class Destination:
         with self._system.open_output_stream(self._part) as stream:
             shutil.copyfileobj(lines, stream)
         if self._is_local:
-            with open(self._part, "rb+") as file:
+            with open(self._part, "rb+") as file:  # pyarrow's stream has no way to sync
                 sync(file)
 
     @contextmanager
@@ -340,6 +343,7 @@ def as_parquet(path: Path) -> bytes:
 
     with path.open("rb") as lines:
         rows = [_row(json.loads(line)) for line in lines]
+    # in the order in which lines first have them; lines may lack some
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         try:

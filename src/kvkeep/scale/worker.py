@@ -90,7 +90,7 @@ class LineWorker:
         self._loop: Loop | None = None
 
     def begin(self, like: WeightLayout | None) -> EngineFacts | str:
-        """Load the model, make the engine and start its thread; return facts, or the message of an error.
+        """Load the model, make the engine and start its thread; return facts, or the message of an error of kvkeep.
 
         Args:
             like: how another worker has laid out the weights; ``None`` for a choice by speed.
@@ -188,7 +188,7 @@ class Loop(threading.Thread):
                     task.end(place, event.result)
 
     def _feed(self) -> None:
-        """Hand waiting lines to the engine while it has room for more; wait for a line if nothing runs."""
+        """Hand waiting lines to the engine while it has room for more; block until there is a line if nothing runs."""
         while not self._running or self._engine.has_room:
             try:
                 task = self._inbox.get(block=not self._running)
@@ -216,6 +216,7 @@ class Loop(threading.Thread):
         """Cancel all requests that run, and hand their lines an error."""
         for number in self._running:
             self._engine.cancel(number)
+        # each line once, though it may have several requests
         for task in {id(task): task for task, _ in self._running.values()}.values():
             task.future.set_exception(error)
         self._running.clear()

@@ -125,7 +125,7 @@ class Pieces:
         return self._suspects.popleft() if self._suspects else None
 
     def any_left(self, place: int) -> bool:
-        """Return whether a piece waits. A new one may be fetched for the worker to find out."""
+        """Return whether a piece waits. A new one may be fetched for the worker to find out, and is then kept."""
         if not self._again and not self._suspects and (item := self._source(place)) is not None:
             self._again.append(item)
         return bool(self._again or self._suspects)
@@ -153,7 +153,7 @@ class WorkerSlot:
 
     Attributes:
         handle: the worker; ``None`` if nobody works here any more.
-        starting: its `Facts`, to come; ``None`` once they are there.
+        starting: the `WorkerFacts`, to come; ``None`` once they are there.
         running: answer to come → piece.
         deaths: since its last answer.
         alone: whether its only piece is a suspect.
@@ -232,13 +232,14 @@ class WorkerPool(Generic[F]):
         like: WeightLayout | None = None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
+        """Make the places; `begin` starts the workers."""
         self._ray, self._kind, self._make, self._like, self._tell = need_ray(), kind, make, like, tell
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": kind.at_once}
         options |= {"memory": need.memory} if need.memory else {}
         # the pool replaces workers itself: it has to know which piece a worker died at
         self._remote = self._ray.remote(kind.worker).options(**options, max_restarts=0, max_task_retries=0)
         self._slots = [WorkerSlot(number, kind.patience_s) for number in range(1, size + 1)]
-        self._pieces = Pieces(lambda slot: None)
+        self._pieces = Pieces(lambda slot: None)  # none before `run`
         self._facts: F | None = None
         self._lost, self._last = False, ""
         self.size = size
@@ -353,7 +354,7 @@ class WorkerPool(Generic[F]):
 
     def close(self) -> None:
         """End all workers, unless the cluster has gone away."""
-        for slot in self._slots if not self._lost else ():
+        for slot in self._slots if not self._lost else ():  # a lost cluster would never answer
             self._dismiss(slot)
 
     def _check_alive(self) -> None:
@@ -400,6 +401,7 @@ class WorkerPool(Generic[F]):
         A suspect goes to a worker without any other piece.
         """
         most = self._kind.ahead(self.facts)
+        # one piece at a time to whoever has the fewest, so that the last pieces are spread over all workers
         while free := [
             slot
             for slot in self._slots
@@ -425,7 +427,7 @@ class WorkerPool(Generic[F]):
                     said = self._ray.get(reference)
                 except Exception as error:  # whatever Ray raises for a process that has ended
                     self._replace(slot, last_words(error), take)
-                    break
+                    break  # the other calls were those of the dead worker
                 if reference is slot.starting:
                     if problem := self._welcome(slot, said):
                         self._dismiss(slot)
@@ -437,9 +439,11 @@ class WorkerPool(Generic[F]):
                     take(said)
 
     def _replace(self, slot: WorkerSlot, reason: str, take: Take) -> None:
-        """Queue the pieces of a dead worker again, and start another worker, unless this place had too many deaths."""
+        """Take the answers that a dead worker gave before, queue its other pieces again, and start another worker,
+        unless this place had too many deaths.
+        """
         lost, alone, self._last = list(slot.running.values()), slot.alone, reason
-        finished = self._finished(slot, take)
+        finished = self._finished(slot, take)  # before the slot forgets what runs
         self._dismiss(slot)
         lost = [item for item in lost if item[0] not in finished]
         for item in lost:

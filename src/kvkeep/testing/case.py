@@ -132,14 +132,16 @@ class Moment:
 def run(policy: Policy, case: Case, tape: Tape | None = None, *, heads: Heads = ALONE) -> Iterator[Moment]:
     """Feed a case to a real layer, the prompt and then one token at a time, and yield the layer after each step."""
     tape = Tape.random(case) if tape is None else tape
+    # index 1 also in `replay`: noise is drawn by the layer's index
     layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins], kv_bits=case.kv_bits)
     layer.heads = heads
     columns = tape.real.shape[1]
     bounds = [0, *range(columns - case.steps, columns + 1)]
     for start, stop in itertools.pairwise(bounds):
-        if start == stop:
+        if start == stop:  # a case without a prompt
             continue
         at = slice(start, stop)
+        # without a mask a layer takes ways that a mask rules out, such as recorded steps
         real = None if bool(tape.real.all()) else tape.real[:, at]
         new, phase = tape.at(at), Phase.PREFILL if start == 0 else Phase.DECODE
         out = layer.step(*new, options=case.options, phase=phase, real=real)
@@ -161,6 +163,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     outputs: list[Tensor] = []
     budget: Budget = case.budget
     margin = float("inf")
+    # the prompt chunk by chunk, with an eviction after each, as a layer does it within one step
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         phase = Phase.PREFILL if start < prompt else Phase.DECODE
         turn = stop if phase is Phase.PREFILL else turn
@@ -193,19 +196,19 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         kept, step_margin = _best(score, positions, limit(policy, view, state))
         margin = min(margin, step_margin)
         outputs.append(out)
-        if stop >= prompt:
+        if stop >= prompt:  # the chunks of a prompt are one step of `run`
             yield kept, torch.cat(outputs, dim=2), margin
             outputs = []
 
 
 def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phase: Phase) -> View:
     """Return the `View` that a policy gets of the tape's tokens at these positions, one row long."""
-    index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)
+    index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)  # an empty slot may hold any key
     return View(
         positions=positions,
         keys=tape.keys.gather(2, index),
         values=tape.values.gather(2, index),
-        seen=positions.amax(dim=(1, 2)).long() + 1,
+        seen=positions.amax(dim=(1, 2)).long() + 1,  # the newest token is always there
         budget=case.budget,
         new=torch.tensor([new]),
         prompt=torch.tensor([prompt]),
@@ -233,6 +236,7 @@ def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, floa
         ranked = sorted(slot for slot in slots if slot[1] != EMPTY)
         excess = max(0, len(ranked) - n)
         if 0 < excess < len(ranked):
+            # relative to large scores, whose rounding is larger, too
             gap = ranked[excess][0] - ranked[excess - 1][0]
             margin = min(margin, gap / max(1.0, abs(ranked[excess - 1][0])))
         kept.append(sorted(position for _, position in ranked[excess:]))
@@ -273,7 +277,7 @@ class Fed:
         for number, row in enumerate(read):
             put(row, [block], number)
         other.layer.hold(block, columns=self.layer.columns)
-        other.layer.find_lead()
+        other.layer.find_lead()  # which a block that was read from files does not have
 
     def _through_a_file(self, contents: Contents) -> Contents:
         """Return a row after it was saved to a file and loaded again."""
@@ -330,6 +334,7 @@ class _Between(Heads):
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         """Return the tensors of all simulated processes in order."""
+        # a clone, since other threads read it while this one goes on
         return [one for one in self.meeting.exchange(self.rank, mine.clone()) if one is not None]
 
 
@@ -368,6 +373,7 @@ def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | N
     """Return the next moment of a thread; ``None`` at the end. If it fails, the other threads stop waiting for it."""
     try:
         found = next(moments, None)
+        # ``None`` meets a tensor if another thread asks for one more exchange in this step: `exchange` refuses that
         meeting.exchange(rank, None)
         return found
     except threading.BrokenBarrierError:
@@ -379,7 +385,7 @@ def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | N
 
 
 def held(moments: list[Moment]) -> list[list[list[int]]]:
-    """Return the positions that each head of all parts holds, by row."""
+    """Return by row, then by head over all parts in order, the sorted positions that are held."""
     rows = len(moments[0].positions)
     return [[_occupied(head) for one in moments for head in one.positions[row]] for row in range(rows)]
 

@@ -53,6 +53,7 @@ def never_over_budget(policy: Policy, case: Case) -> None:
     """
     for moment in run(policy, case):
         for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
+            # heads that share a budget may have more than their part, but not together
             together = sum(position != EMPTY for head in row for position in head)
             assert together <= case.budget * case.heads, f"{together} slots of {case.heads} heads are occupied"
             for head in row:
@@ -132,6 +133,7 @@ def protected_tokens_stay(policy: Policy, case: Case) -> None:
     if not policy.evicts or not isinstance(policy.protected(case.budget)[1], int):
         return
     for moment in run(policy, case):
+        # heads may have budgets of their own, by which a policy says what it protects
         each = per_head([case.budget], case.rows, case.heads, torch.device("cpu"))
         each = each if isinstance(moment.layer.block.budget, int) else moment.layer.block.budget.expand_as(each)
         rows = zip(moment.positions.tolist(), moment.layer.seen.tolist(), each.tolist(), strict=True)
@@ -156,7 +158,7 @@ def pinned_tokens_stay(policy: Policy, case: Case) -> None:
             there = {position for position in wanted if position < seen}
             for head in row:
                 assert there <= set(head), f"pinned tokens {sorted(there - set(head))} were evicted"
-    if case.steps < MANY:
+    if case.steps < MANY:  # `replay` gathers the whole history in each step
         LAWS["slots_do_not_matter"](policy, pinned)
 
 
@@ -214,6 +216,7 @@ def heads_are_independent(policy: Policy, case: Case) -> None:
         return
     tape = Tape.random(case)
     other = Tape(tape.query.clone(), tape.keys.clone(), tape.values.clone(), tape.real)
+    # all heads but the first get other contents
     other.query[:, case.group :] *= -3.0
     other.keys[:, 1:] = other.keys[:, 1:].flip(-1)
     for one, two in zip(run(policy, case, tape), run(policy, case, other), strict=True):
@@ -228,6 +231,7 @@ def processes_share_the_heads(policy: Policy, case: Case) -> None:
     """
     case = replace(case, heads=2 * case.heads)
     tape, outs = Tape.random(case), list[tuple[Tensor, Tensor]]()
+    # closed, so that its threads end with a failed comparison as well
     with closing(run_shared(policy, case, tape, 2)) as together:
         for step, (one, parts) in enumerate(zip(run(policy, case, tape), together, strict=True)):
             whole, shared = held([one]), held(parts)
@@ -251,6 +255,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
             held = [[p for p in head if p != EMPTY] for head in positions.tolist()]
             wanted = [[p for p in head if p != EMPTY] for head in kept[0].tolist()]
             assert held == wanted, f"row {row}, step {step}: kept {held}, without slots {wanted}"
+            # the first output is that of the prompt, whose padding `replay` does not have
             real = got if step else got[:, :, tape.real[row, : case.prompt]]
             torch.testing.assert_close(real.double(), out, rtol=1e-4, atol=1e-5)
 
@@ -259,6 +264,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
 def chunks_compose(policy: Policy, case: Case) -> None:
     """Check that a prompt that a layer splits into chunks gives the same result as these chunks fed one by one."""
     size = max(2, case.chunk or 7)
+    # the last chunk may be shorter; without padding, since the chunks are fed without a mask
     case = replace(case, prompt=3 * size + case.seed % size, steps=0, chunk=size, padding=0)
     if not policy.evicts:
         case = replace(case, budget=case.prompt)
@@ -278,11 +284,13 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
 
     class Spy(type(policy)):  # type: ignore[misc]
         def score(self, view: View, state: State) -> Tensor:
+            """Return the policy's scores, and keep those of occupied slots."""
             score: Tensor = super().score(view, state)
             seen.append(score[view.positions >= 0])
             assert score.dtype == torch.float32, f"scores are {score.dtype}, not float32"
             return score
 
+    # the same policy in another class, whatever the arguments of its own are
     spy = object.__new__(Spy)
     spy.__dict__.update(policy.__dict__)
     for _ in run(spy, case):
@@ -298,6 +306,7 @@ def saving_and_restoring_changes_nothing(policy: Policy, case: Case) -> None:
     if not bool(tape.real[:, :moment].any(dim=1).all()):
         return  # a row without a token
     old, new = (Fed(policy, case) for _ in range(2))
+    # the prompt in one step; a case without one begins with a generated token
     for stop in range(case.prompt or 1, moment + 1):
         old.feed(tape, stop)
     old.move_to(new)

@@ -61,6 +61,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             if number is not None and number < 1:
                 raise InputError(f"{name}={number} is below 1.")
         asked = {
+            # without a question the model goes on by itself
             "questions": [question or ""] if questions is None else list(questions),
             "answer_prefix": answer_prefix or "",
             "max_context_length": max_context_length,
@@ -129,7 +130,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         context = model_inputs["context_ids"].to(self.model.device)
         if not context.shape[1]:
             raise InputError("The context has no token.")
-        cache = DynamicCache(config=self.model.config) if cache is None else cache
+        cache = DynamicCache(config=self.model.config) if cache is None else cache  # a press bounds it in place
         with press(self.model) if press is not None else contextlib.nullcontext():
             self.model(context, **handed(self.model, cache), logits_to_keep=1)
         questions = [question.to(context.device) for question in model_inputs["questions_ids"]]
@@ -146,9 +147,11 @@ class KVPressTextGenerationPipeline(Pipeline):
         """
         if not question.shape[1]:
             raise InputError("The question has no token, and neither has the text after it. Ask something.")
+        # `generate` is given the whole text, and feeds what the cache has not seen
         ids = torch.cat([context, question], dim=1)
         model, tokenizer = cast(Any, self.model), cast(Any, self.tokenizer)
         config = model.generation_config
+        # a single row needs no padding; without an id for it `generate` would warn
         ends = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
         out = model.generate(
             ids,

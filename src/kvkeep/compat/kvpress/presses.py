@@ -51,6 +51,7 @@ class CacheArguments:
 
 def kept(tokens: int, compression_ratio: float) -> int:
     """Return how many of a prompt's tokens kvpress keeps: the whole part of ``tokens * (1 - ratio)``, at least 1."""
+    # without the tolerance for rounding of `budget.from_ratio`, as kvpress computes it
     return max(1, int(tokens * (1 - compression_ratio)))
 
 
@@ -172,7 +173,7 @@ def _become(cache: object, made: BoundedCache) -> None:
             "A press bounds an empty DynamicCache, and was given a BoundedCache. Leave one of two presses that are "
             "active together (also in another thread), or pass the cache to the model without a press."
         )
-    if type(cache) is not DynamicCache:
+    if type(cache) is not DynamicCache:  # a subclass stores in a way of its own
         raise InputError(
             f"A press bounds an empty DynamicCache, and was given a {type(cache).__name__}. Pass DynamicCache(), or no "
             "cache. For fewer bits per slot make a BoundedCache with `kv_bits`, without a press."
@@ -182,12 +183,12 @@ def _become(cache: object, made: BoundedCache) -> None:
 
 
 def _lengths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the number of tokens in each row of a forward call's input, padding not counted.
+    """Return the number of tokens in each row of a forward call's input, padding not counted; at least 1.
 
     Raises:
         InputError: the call has neither token ids nor embeddings.
     """
-    given = kwargs.get("input_ids", args[0] if args else None)
+    given = kwargs.get("input_ids", args[0] if args else None)  # by place only if `_by_name` found no names
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, Tensor) or given.ndim < 2:
         raise InputError("A press needs the prompt's input_ids (or inputs_embeds) with an axis for rows.")
@@ -324,6 +325,7 @@ class RandomPress(ScorerPress):
     @property
     def policy(self) -> str:
         """Return ``random`` with a number for each token, drawn once."""
+        # drawn anew for each prompt
         seed = int(torch.randint(2**31, ())) if self.seed is None else self.seed
         return f"random:mode=reservoir,seed={seed}"
 
@@ -434,6 +436,7 @@ class PyramidKVPress(SnapKVPress):
             raise InputError(f"beta={self.beta} is below 1: the last layer would get more than the first.")
         last = mean / self.beta
         first = 2 * mean - last
+        # as in kvpress: the first layer gets at most the prompt without its window, the last one what keeps the mean
         if first >= (most := tokens - self.window_size):
             first, last = most, 2 * mean - most
         if not tokens >= first >= last >= self.window_size or layers == 1:
@@ -445,7 +448,7 @@ class PyramidKVPress(SnapKVPress):
 def _weights(numbers: Sequence[float | int], policy: str) -> list[float]:
     """Return the weights under which layers get these numbers of tokens: each has what the policy protects already."""
     least = parse(policy).least
-    return [max(float(number - least), 1e-6) for number in numbers]
+    return [max(float(number - least), 1e-6) for number in numbers]  # a weight has to be above 0
 
 
 # Presses around another press.
@@ -514,6 +517,7 @@ class KeyRerotationPress(_Wrapper):
     def cache_options(self, lengths: Sequence[int], layers: int) -> CacheArguments | None:
         """Return what the other press becomes, with positions by rank in place of its own."""
         inner = self.press.cache_options(lengths, layers)
+        # replaced and not added: StreamingLLMPress sets positions, too
         return inner and replace(inner, options={**inner.options, **self.added})
 
 
@@ -559,6 +563,7 @@ class PerLayerCompressionPress(BasePress):
         for ratio in self.compression_ratios:
             _check_ratio(ratio)
         numbers = [kept(max(lengths), ratio) for ratio in self.compression_ratios]
+        # the budget is the mean of all layers, and their weights spread it
         mean = 1 - sum(self.compression_ratios) / layers
         options = self.press.under([max(1, round(length * mean)) for length in lengths], lengths, layers)
         return options.with_options(layer_budget=_weights(numbers, options.policy))
@@ -575,6 +580,7 @@ class ComposedPress(BasePress):
     presses: Sequence[BasePress]
 
     def __post_init__(self) -> None:
+        """Refuse more than one press."""
         if len(self.presses) != 1:
             raise UnsupportedOperationError(
                 f"ComposedPress of {len(self.presses)} presses has no equal in kvkeep: a cache has one policy. Compose "
@@ -608,6 +614,7 @@ class DecodingPress(BasePress):
     hidden_states_buffer_size: int = 256
 
     def __post_init__(self) -> None:
+        """Check the press and the numbers."""
         if not isinstance(self.base_press, (ScorerPress, AdaKVPress)):
             raise InputError(f"DecodingPress takes a ScorerPress or an AdaKVPress, not {self.base_press!r:.80}.")
         if self.target_size < 1 or self.compression_interval < 1:

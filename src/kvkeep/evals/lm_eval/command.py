@@ -116,7 +116,7 @@ class Arguments:
             InputError: an argument is unknown, or a number is out of range.
         """
         given = {key: value for key, value in options.items() if key not in _IGNORED and value is not None}
-        size = options.get("batch_size")
+        size = options.get("batch_size")  # 1 is lm-eval's own default, and no wish of the user
         if "rows" not in given and isinstance(size, int | str) and str(size).isdecimal() and int(size) > 1:
             given["rows"] = int(size)
         known = {field.name for field in fields(cls)}
@@ -170,7 +170,7 @@ def bounded_of(asked: Arguments) -> BoundedModel:
     setup = Setup(positions=asked.positions, prefill_chunk=asked.prefill_chunk)
     with quiet():
         checkpoint = find(asked.pretrained or embedded())
-        setup.differences(checkpoint, policy)
+        setup.differences(checkpoint, policy)  # raises if the model cannot have such positions
         if budget.tokens is not None and policy.evicts:
             setup.cache(checkpoint, policy, [budget.tokens])
         writer = Writer(checkpoint, read_weights(checkpoint, asked.dtype, asked.device))
@@ -202,6 +202,7 @@ def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[
     """
     until = options.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
+    # tasks name it in one of these ways
     most = options.get("max_gen_toks", options.get("max_new_tokens", options.get("max_tokens", new_tokens)))
     warm = options.get("do_sample", float(options.get("temperature", 0) or 0) > 0)
     chosen = {key: options[key] for key in ("top_p", "top_k") if warm and options.get(key) is not None}

@@ -33,6 +33,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
+        """Load the model, after a check of all arguments."""
         super().__init__()
         self._asked = Arguments.of(options)
         self._bounded = bounded_of(self._asked)
@@ -76,7 +77,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_length(self) -> int:
         """Return the most tokens that a text may have. Longer texts lose their beginning, as usual in lm-eval."""
-        return self._asked.max_length or self._checkpoint.trained_length or 2048
+        return self._asked.max_length or self._checkpoint.trained_length or 2048  # lm-eval's own default
 
     @property
     def max_gen_toks(self) -> int:
@@ -163,7 +164,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> ContextPair:
         """Return a context and its continuation as tokens. The beginning of a context that is too long is left out."""
-        room = self.max_length + 1 - len(continuation)
+        room = self.max_length + 1 - len(continuation)  # nothing follows the last token, so it is never fed
         self._asked.check_room(room, len(continuation), self.max_length)
         prompt, first, length = self._cut(texts[0], context, room)
         return ContextPair(prompt, tuple(continuation), first, length)
@@ -172,6 +173,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         """Return a prompt's last tokens, how many are read before the eviction, and how many a budget refers to."""
         lost = max(0, len(ids) - room)
         kept = tuple(ids[lost:])
+        # the last token is read after the cut: its logits score the first token that follows
         if self._protocol.inside:
             return kept, max(1, len(kept) - 1), len(kept)
         first = self._protocol.first(text, ids, self.tok_encode) - lost
@@ -213,7 +215,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         for place, score in scoring.scores(bounded, pairs):
             found[place] = score
             bar.update()
-            if texts is not None:
+            if texts is not None:  # windows are no requests of lm-eval, whose cache gets their sum
                 self.cache_hook.add_partial("loglikelihood", texts[place], score)
         bar.close()
         return found

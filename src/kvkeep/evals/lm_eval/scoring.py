@@ -109,6 +109,7 @@ def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
 
     Contexts with tokens after the eviction and those without are never in one batch.
     """
+    # `_read` feeds all contexts of a batch in the same parts
     for whole in (False, True):
         part = [group for group in groups if (group.first == len(group.context)) is whole]
         while part:
@@ -127,7 +128,7 @@ def _score(
     logits = _read(drive, groups)
     bounded.on_memory(drive.cache.memory())
     asked = [(row, place) for row, group in enumerate(groups) for place in group.places]
-    if len(asked) == len(groups):
+    if len(asked) == len(groups):  # one continuation for each context, so the memory itself may go on
         yield from _follow(bounded, drive, logits, [(place, pairs[place].continuation) for _, place in asked])
         return
     for some in (asked[at : at + bounded.rows] for at in range(0, len(asked), bounded.rows)):
@@ -161,7 +162,7 @@ def _follow(
     totals, greedy = [0.0] * len(asked), [True] * len(asked)
     before = logits
     for start, ids, real, targets in _pieces([tokens for _, tokens in asked], bounded.stride):
-        if not start:
+        if not start:  # the context's last token predicts the first one
             _add(before[:, None], [tokens[:1] for _, tokens in asked], totals, greedy)
         if ids.shape[1]:
             _add(drive.feed(ids, real), targets, totals, greedy)
@@ -189,7 +190,7 @@ def _add(
     for row, tokens in enumerate(targets):
         if not tokens:
             continue
-        last = logits[row, -len(tokens) :].float()
+        last = logits[row, -len(tokens) :].float()  # padding stands on the left
         wanted = torch.tensor(tokens, device=last.device)
         totals[row] += float(last.log_softmax(dim=-1).gather(-1, wanted[:, None]).double().sum())
         greedy[row] &= bool((last.argmax(dim=-1) == wanted).all())
@@ -235,7 +236,7 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
         bounded.writer.model,
         tokenizer,
         policy=bounded.policy,
-        budget=max(budgets),
+        budget=max(budgets),  # every request names its own, of at most this
         rows=min(bounded.rows, len(wishes)),
         **setup,
     ) as engine:
@@ -287,6 +288,7 @@ class EvaluationProtocol:
     examples_mark: str = "\n\n"
 
     def __post_init__(self) -> None:
+        """Check the ways and the marks."""
         for name, way in {"question": self.question, "examples": self.examples}.items():
             if way not in WAYS:
                 raise InputError(f"{name}={way!r} is no protocol; use {' or '.join(WAYS)}.")
@@ -318,9 +320,10 @@ class EvaluationProtocol:
         """
         if not (characters := self.place(prompt)):
             return 0
+        # a tokenizer may join the beginning's end with what follows: only the tokens before it are cut
         begin = encode(prompt[:characters])
         same = next((i for i, (a, b) in enumerate(zip(begin, ids, strict=False)) if a != b), min(len(begin), len(ids)))
-        return min(same, len(ids) - 1)
+        return min(same, len(ids) - 1)  # one token at least has to be read after the cut
 
     def no_cut(self, prompt: str, lost: int) -> InputError:
         """Return the error about a prompt that has no text before its question, so that nothing could be evicted."""

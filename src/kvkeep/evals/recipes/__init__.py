@@ -100,6 +100,7 @@ def find(name: str) -> Recipe:
         apart=tuple(found["apart"]),
         run=found["run"],
         quick=found["quick"],
+        # a list of columns names the parts themselves
         columns={key: tuple(columns[key]) if isinstance(columns, dict) else (key,) for key in columns},
         figures={policy: tuple(map(float, figures)) for policy, figures in found["figures"]["rows"].items()},
     )
@@ -131,7 +132,7 @@ def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | Non
         own = [row for row in own if row["budget"] == budgets[0]]
     scores: dict[str, list[float]] = {}
     for row in own:
-        part = str(row["case"]).partition(",")[0]
+        part = str(row["case"]).partition(",")[0]  # a case's name begins with its part
         if (part in parts or parts == ("*",)) and row["score"]["score"] is not None:
             scores.setdefault(part, []).append(row["score"]["score"])
     means = [sum(values) / len(values) for values in scores.values()]

@@ -70,7 +70,7 @@ class Agreement(Task):
         room = checkpoint.trained_length or PROMPT + NEW
         new = options.new_tokens or min(NEW, max(2, room // 8))
         length = options.prompt_tokens or (PROMPT if options.new_tokens else min(PROMPT, room - new))
-        if options.new_tokens or options.prompt_tokens:
+        if options.new_tokens or options.prompt_tokens:  # the defaults fit by themselves
             task.check_positions(checkpoint, length + new, "agreement", "new_tokens")
         ids = task.windows(checkpoint, options, rows=options.limit or PROMPTS, length=length)
         return cls(ids, new, task.describe(options), options.seed if options.draw else None)
@@ -101,6 +101,7 @@ class Agreement(Task):
         equal, kl, firsts, memory = [], [], [], MemoryUsage()
         for at, reference in zip(self._batches(), self.references, strict=True):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
+            # these logits follow from the whole prompt, so no policy has a part in them
             drive.feed(self.ids[at], last_only=True)
             rows = []
             for step, full in enumerate(reference.logits):
@@ -145,7 +146,7 @@ class Agreement(Task):
 
 def _score(equal: Float[Tensor, " n"], kl: Float[Tensor, " n"], parts: Int[Tensor, " n"]) -> dict[str, Any]:
     """Return the means over all comparisons, and over each eighth of the continuation."""
-    found = sorted(set(parts.tolist()))
+    found = sorted(set(parts.tolist()))  # a short continuation has fewer parts
     return {
         "agreement": equal.double().mean().item(),
         "kl": kl.double().mean().item(),

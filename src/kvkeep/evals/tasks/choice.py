@@ -122,6 +122,7 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
     """Return a reader of ARC or OpenBookQA: each choice is an object, or labels and texts are two lists (the hub)."""
 
     def read(row: Mapping[str, Any]) -> Choice:
+        """Return the question of a row."""
         if isinstance(asked := row.get("question"), Mapping):
             stem = text(asked, "stem")
             pairs = [(choice["label"], text(choice, "text")) for choice in asked["choices"]]
@@ -202,14 +203,22 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _among(label: object, known: Sequence[object]) -> int:
-    """Return the place of the right answer's label among the known ones."""
+    """Return the place of the right answer's label among the known ones.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     if label not in known:
         raise ValueError(f"the answer {label!r} names no choice")
     return known.index(label)
 
 
 def _one_of(label: object, n: int) -> int:
-    """Return the number of the right one of ``n`` choices."""
+    """Return the number of the right one of ``n`` choices, counted from 0, after a check of its range.
+
+    Raises:
+        ValueError: the label is no such number.
+    """
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < n:
         raise ValueError(f"the label {label!r} names no choice")
     return label
@@ -304,6 +313,7 @@ class MultipleChoice(Task):
         """
         if options.ask == "later" and not options.shots:
             raise InputError("shots=0 leaves nothing to cut before the question: give examples, or ask inside.")
+        # without any file all are tried, and the error says what is missing
         chosen = task.chosen(cls.name, options.parts, NAMES, known_in(options.data) or NAMES)
         later = ",ask=later" if options.ask == "later" else ""
         asked = {f"{name},shots={options.shots}{later}": _all(checkpoint, options, name) for name in chosen}
@@ -315,6 +325,7 @@ class MultipleChoice(Task):
 
     def settings(self) -> dict[str, Any]:
         """Return the number of questions, and a hash of the files."""
+        # of all files, so that results of other parts can be added to the same folder
         data = datasets.fingerprint(self.options.data, list(SOURCES.values()))
         return {"questions": self.options.limit or QUESTIONS, "data": data}
 
@@ -344,6 +355,7 @@ class MultipleChoice(Task):
     ) -> TaskOutcome:
         """Score all choices of a data set under a policy, and return how often the right one is the likeliest."""
         pairs = [pair for question in self.asked[case] for pair in question.pairs]
+        # the budget of a text follows from its length alone
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
         memories: list[MemoryUsage] = []
         bounded = BoundedModel(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)
@@ -365,12 +377,14 @@ def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
     if len(found) <= options.shots:
         raise InputError(f"{name} has {len(found)} questions, too few for shots={options.shots} and one to ask.")
     n = min(options.limit or QUESTIONS, len(found))
+    # the next seed goes on where this one ends
     return [_one(checkpoint, options, name, found, (options.seed * n + i) % len(found)) for i in range(n)]
 
 
 def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Choice], number: int) -> _Asked:
     """Return a question with its solved examples before each choice, tokenized."""
     others = [i for i in range(len(found)) if i != number]
+    # by the question's number, so that a run of more questions has the same ones before each
     shown = random.Random(f"{name} {options.seed} {number}").sample(others, options.shots)
     before = "".join(found[i].solved + _BETWEEN for i in shown)
     one = found[number]

@@ -91,7 +91,7 @@ class Continuation(Task):
 
     def _losses(self, drive: Drive, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B new"]:
         """Return the loss of each measured token after the cut, in nats."""
-        drive.feed(ids[:, : self._before], last_only=True)
+        drive.feed(ids[:, : self._before], last_only=True)  # what follows from the whole text does not count
         found = []
         for column in range(self._before, ids.shape[1] - 1):
             logits = drive.feed(ids[:, column : column + 1])

@@ -48,7 +48,7 @@ class Conversation(QATask):
             for number in range(n):
                 depth = depths[number % len(depths)]
                 maker = _maker(options, number, depth)
-                item = fitting(checkpoint, maker, length - _NEW, 0, named)
+                item = fitting(checkpoint, maker, length - _NEW, 0, named)  # the facts alone are a conversation, too
                 prompts.append(prompt_of(checkpoint, item, options.ask, number))
             made[f"length={length},turns={options.facts}"] = TaskCase(
                 prompts, _NEW, lambda item, reply: grading.contains_all(reply, item.answers)
@@ -75,10 +75,11 @@ def _maker(options: Options, number: int, depth: float) -> Any:
     """Return a function that makes a conversation whose turns have a number of further sentences together."""
     drawn = random.Random(f"conversation {options.seed} {number}")
     names, codes = words(drawn, options.facts), values("numbers", drawn, options.facts)
-    asked = min(options.facts - 1, int(depth * options.facts))
+    asked = min(options.facts - 1, int(depth * options.facts))  # depth 1 is the last turn
     haystack = Haystack(options.text, options.seed * task.ITEMS_APART + number)
 
     def item(size: int) -> Item:
+        """Return the conversation with ``size`` further sentences, which are dealt out to the turns."""
         filler, said = haystack.first(size), []
         for turn, (name, code) in enumerate(zip(names, codes, strict=True)):
             own = filler[turn :: options.facts]
@@ -97,6 +98,7 @@ def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
         text += f"{_TURN}{turn}"
         ids = encode(checkpoint, text, raw=True)[0]
         size = min(len(ids), len(prompt.ids))
+        # a tokenizer may join the end of a turn with what follows: a turn ends with the last equal token
         differs = (ids[:size] != prompt.ids[:size]).nonzero()
         found.append(min(int(differs[0]) if len(differs) else size, prompt.first))
     return found

@@ -64,6 +64,7 @@ class Needle(QATask):
         haystack = Haystack(options.text, options.seed)
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
+            """Return the item with the needle among ``size`` sentences."""
             (number,), city = values("numbers", drawn, 1), drawn.choice(_CITIES)
             needle = f"The special magic {city} number is: {number}."
             text = planted(haystack.first(size), [needle], [depth])
@@ -94,6 +95,7 @@ class Passkey(QATask):
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
+            """Return the item with the pass key among ``size`` lines of noise."""
             key = str(drawn.randint(10000, 99999))
             lines = [NOISE] * size
             lines.insert(round(depth * size), f"The pass key is {key}. Remember it. {key} is the pass key.")
@@ -125,9 +127,10 @@ class KeyValue(QATask):
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
-            found = values("uuids", drawn, 2 * size)
+            """Return the item with ``size`` pairs."""
+            found = values("uuids", drawn, 2 * size)  # all different, so that no value is a key
             pairs = list(zip(found[::2], found[1::2], strict=True))
-            key, value = pairs[min(size - 1, int(depth * size))]
+            key, value = pairs[min(size - 1, int(depth * size))]  # depth 1 is the last pair
             return Item(
                 text=f"Extract the value of the key in the JSON object below.\n\n{json.dumps(dict(pairs))}",
                 question=f'\n\nKey: "{key}"',

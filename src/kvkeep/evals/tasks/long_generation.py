@@ -62,6 +62,7 @@ class LongGeneration(QATask):
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
         """Return the share of words before the first difference, the share of equal texts, and the length ratio."""
+        # the own text first, then the full cache's; two empty ones are equal, and nothing is before a difference
         pairs = [(a.split(), b.split()) for a, b in zip(texts, self.references[case], strict=True)]
         n = len(pairs)
         return {

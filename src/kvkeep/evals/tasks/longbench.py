@@ -63,7 +63,9 @@ class LongBench(QATask):
         """
         known = tuple(described())
         there = [name for name in known if datasets.has(options.data, source(name))]
+        # without any file all are tried, and the error says what is missing
         chosen = task.chosen(cls.name, options.parts, known, there or known)
+        # of all files, so that results of other parts can be added to the same folder
         data = datasets.fingerprint(options.data, [source(name) for name in known])
         about |= {"items": options.limit or "all", "data": data}
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
@@ -73,7 +75,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     """Return one of LongBench's tasks as prompts with their grading."""
     task, every = described()[name], read(name, options.data)
     n = min(options.limit or len(every), len(every))
-    items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
+    items = [every[(options.seed * n + i) % len(every)] for i in range(n)]  # the next seed goes on where this one ends
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
     if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
@@ -109,7 +111,11 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
 
 
 def _some(answers: list[Any]) -> list[Any]:
-    """Return the answers after a check that there is one."""
+    """Return the answers unchanged, after a check that there is one.
+
+    Raises:
+        ValueError: there is none.
+    """
     if not answers:
         raise ValueError("it has no answer, so that every reply would be wrong")
     return answers
@@ -144,7 +150,9 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
     while keep > 0:
         half = keep // 2
         ends = (
-            checkpoint.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[half - keep :])
+            # the two ends, `keep` tokens together
+            checkpoint.tokenizer.decode(part, skip_special_tokens=True)
+            for part in (ids[:half], ids[half - keep :])
         )
         text = "".join(map(str, ends))
         made = replace(item, text=text)

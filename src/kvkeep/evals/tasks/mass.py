@@ -95,7 +95,7 @@ class RetainedMass(Task):
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
         """Replay the policy on the record, layer by layer within each token, and return the mass that it retains."""
-        cache = Drive(writer, policy, budgets, setup=setup).cache
+        cache = Drive(writer, policy, budgets, setup=setup).cache  # the model does not run: its layers are fed alone
         layers = cache.bounded_layers()
         for index, tape in self.tapes.items():
             tape.feed(layers[index], 0, self._prompt)

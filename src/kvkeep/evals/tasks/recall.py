@@ -192,6 +192,7 @@ def encoded(
     checkpoint: Checkpoint, wording: Wording, text: str, ending: str, lead: str = ""
 ) -> Int[torch.Tensor, " n"]:
     """Return the tokens of a prompt: a text and a question in the wording, and the beginning of the answer."""
+    # the beginning of the answer is the model's own turn, which it goes on with
     if wording == "continued" and checkpoint.tokenizer.chat_template is not None:
         chat = [{"role": "user", "content": f"{text}\n\n{ending}"}, {"role": "assistant", "content": lead}]
         return encode_chat(checkpoint, chat, add_generation_prompt=False, continue_final_message=True)[0]
@@ -319,7 +320,7 @@ def _early(options: Options, turns: int) -> Options:
         raise InputError(
             f"turns={turns} leaves less than two tokens of {min(options.contexts)} for a turn; give fewer."
         )
-    share = 1 - AFTER / turns
+    share = 1 - AFTER / turns  # the part of the text that so many turns follow
     spread = options.depths or [(i + 0.5) / options.facts for i in range(options.facts)]
     return replace(options, depths=tuple(share * depth for depth in spread))
 

@@ -75,6 +75,7 @@ def _makers(name: str, options: Options) -> _Maker:
     def seed(number: int) -> str:
         return f"{name} {options.seed} {number}"
 
+    # texts and documents are read once, for all items
     if name in synthetic.TASKS:
         haystack = Haystack(options.text, options.seed)
         return lambda number, context, room: synthetic.needle_items(synthetic.TASKS[name], haystack, seed(number))
@@ -92,7 +93,11 @@ def _makers(name: str, options: Options) -> _Maker:
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> TaskCase:
-    """Return one of RULER's tasks at a length as prompts with their grading."""
+    """Return one of RULER's tasks at a length as prompts with their grading.
+
+    Raises:
+        TooShortError: the task does not fit into the length.
+    """
     maker = _makers(name, options)
     new = _NEW.get(name, _NEW_OF_NEEDLES)
     room = length - new
@@ -101,5 +106,6 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> T
         about = f"ruler's {name} with a context of {length} and {new} new tokens"
         item = fitting(checkpoint, maker(number, length, room), room, _LEAST.get(name, 1), about)
         prompts.append(prompt_of(checkpoint, item, options.ask, number))
+    # a question about documents has several spellings of one answer, the other tasks several strings
     grade = grading.contains_any if name.startswith("qa") else grading.contains_all
     return TaskCase(prompts, new, lambda item, reply: grade(reply, item.answers))

@@ -48,13 +48,14 @@ class Summary(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Return a case for each chosen file.
+        """Return a case for each chosen data set, by default for each whose file is there.
 
         Raises:
             InputError: rouge-score or a file is missing, or a line has another format.
         """
         grading.check()
         there = [name for name, source in SOURCES.items() if datasets.has(options.data, source)]
+        # without any file all are tried, and the error says what is missing
         chosen = task.chosen(cls.name, options.parts, tuple(_NEW), there or tuple(_NEW))
         about["data"] = datasets.fingerprint(options.data, list(SOURCES.values()))
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
@@ -69,7 +70,7 @@ class Summary(QATask):
         return {**found, "words": sum(len(text.split()) for text in texts) / len(texts)}
 
     def _rouge(self, case: str, texts: Sequence[str]) -> dict[str, list[float]]:
-        """Return the ROUGE scores of the summaries."""
+        """Return F1 of each summary, by kind of ROUGE."""
         answers = [prompt.item.answers[0] for prompt in self.made[case].prompts]
         # "###" begins the next article where a model goes on after its summary
         return grading.scores([text.split("###")[0] for text in texts], answers)
@@ -99,6 +100,7 @@ def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
     for article, summary in _FIELDS:
         text, answer = row.get(article), row.get(summary)
         if isinstance(text, str) and isinstance(answer, str) and text.strip() and answer.strip():
+            # H2O's prompts have solved examples before the article, and the question after it
             text = text.rpartition("###\nArticle: ")[2].partition("\n\nSummarize the above")[0].strip()
             if text:
                 return Item(text=f"Article: {text}", question=_ASK[name], answers=(answer,))

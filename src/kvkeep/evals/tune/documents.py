@@ -42,6 +42,7 @@ class UserQuestion:
     def right(self, reply: str) -> bool:
         """Return whether the first line of a reply contains an answer as whole words."""
         line = next(filter(None, (line.strip() for line in reply.splitlines())), "")
+        # an answer without words, such as a sign, is looked for as it is
         return any(_words(answer) in _words(line) if _words(answer) else answer in line for answer in self.answers)
 
 
@@ -58,6 +59,7 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
     """
     found = [
         _question(line, f"Line {number} of {source}", text)
+        # `splitlines` would also split at separators that a text of JSON may hold
         for number, line in enumerate(content.split("\n"), start=1)
         if line.strip()
     ]
@@ -69,7 +71,7 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
 def _question(line: str, place: str, text: str | None) -> UserQuestion:
     """Return a line of ``--questions`` as a question; without a text of its own it is about ``text``."""
     try:
-        entry = parse(line.encode("utf-8", "surrogatepass"))
+        entry = parse(line.encode("utf-8", "surrogatepass"))  # `parse` refuses half a character
     except ValueError as error:
         raise InputError(f'{place} is no JSON: {error}. Write {{"question": "…", "answer": "…"}}.') from error
     if not isinstance(entry, dict):
@@ -81,14 +83,22 @@ def _question(line: str, place: str, text: str | None) -> UserQuestion:
 
 
 def _answers(entry: dict[str, Any], place: str) -> tuple[str, ...]:
-    """Return the answers that count as right."""
+    """Return the answers that count as right, given as one or as a list; at least one.
+
+    Raises:
+        InputError: there is none, or one is empty.
+    """
     given = entry.get("answer")
     several = given if isinstance(given, list) and given else [given]
     return tuple(_text({**entry, "answer": answer}, "answer", place) for answer in several)
 
 
 def _text(entry: dict[str, Any], field: str, place: str) -> str:
-    """Return a field as a non-empty text; numbers count as texts."""
+    """Return a field as a non-empty text; numbers count as texts.
+
+    Raises:
+        InputError: the field is missing, empty or no text.
+    """
     value = entry.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
@@ -198,6 +208,7 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
         InputError: a prompt cannot be encoded.
     """
     wording = wording_of(checkpoint)
+    # `groupby` joins neighbours only
     by_text = sorted(questions, key=lambda question: question.text)
     groups = [list(group) for _, group in groupby(by_text, key=lambda question: question.text)]
     if len(groups) < _FEW_TEXTS:
@@ -230,6 +241,7 @@ def _pieces(sentence: str) -> Iterator[str]:
     start = 0
     while start < len(sentence):
         stop = start + LONGEST_SENTENCE
+        # from the second character on, so that each piece has one
         if stop < len(sentence) and (space := sentence.rfind(" ", start + 1, stop)) > 0:
             stop = space
         if piece := sentence[start:stop].strip():

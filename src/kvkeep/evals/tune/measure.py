@@ -178,6 +178,7 @@ def most(questions: int, documents: int) -> float:
 
 def needed(target: float, each: float) -> tuple[int, int]:
     """Return how many questions can show a target if all answers stay, and in how many documents."""
+    # more documents never show less, so their number can be bisected
     documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
     return round(documents * each), documents
 
@@ -292,6 +293,7 @@ class Answers(Measure):
             read = _drive(writer, arm, budget, len(rows), first + at.start)
             read.feed(*left_padded(rows), last_only=True)
             part = [question for question in asked if at.start <= places[question.text] < at.stop]
+            # a copy takes the memory of its budget and of the question, not of the text
             for few in batches([budget + len(question.ids) - question.first for question in part]):
                 copies = read.copies([places[question.text] - at.start for question in part[few]])
                 yield from self._finish(
@@ -355,7 +357,7 @@ class Losses(Measure):
         assert not isinstance(full, str)
         # until the budget is full nothing is evicted, so no loss can differ
         first = -(-budget // PIECE)
-        tokens = self.length - 1 - first * PIECE
+        tokens = self.length - 1 - first * PIECE  # the first token has no loss
         more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 
@@ -374,10 +376,12 @@ def check(fits: bool) -> None:
 
 
 def _sums(losses: Float[Tensor, " n"]) -> list[float]:
-    """Return the sum of the losses of each piece."""
+    """Return the sum of the losses of each `PIECE` tokens, rounded as files hold it."""
     return [round(piece.double().sum().item(), 6) for piece in losses.split(PIECE)]
 
 
 def _drive(writer: Writer, arm: Arm, budget: int, rows: int, first: int) -> Drive:
-    """Return an empty cache of these rows, which feeds the model under the arm's policy."""
+    """Return an empty cache of ``rows`` rows, numbered from ``first`` on for random policies, which feeds the model
+    under the arm's policy.
+    """
     return Drive(writer, parse(arm.policy), [budget] * rows, first=first, setup=arm.setup)

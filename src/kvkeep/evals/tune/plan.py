@@ -214,7 +214,7 @@ def _case(name: str) -> Case:
     """Return the name of a case after a check that it is one."""
     if name not in CASES:
         raise InputError(f"case={name!r} is no case; use {', '.join(CASES[:-1])} or {CASES[-1]}.")
-    return next(case for case in CASES if case == name)
+    return next(case for case in CASES if case == name)  # `name` itself is any text to a type checker
 
 
 def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
@@ -230,7 +230,7 @@ def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
         rules = wanted.head_budgets if chosen.head_budget is None else (chosen.head_budget,)
         for setup in dict.fromkeys(chosen.over(replace(wanted.setup, head_budget=rule)) for rule in rules):
             try:
-                setup.cache(checkpoint, chosen.policy, [_EVERY])
+                setup.cache(checkpoint, chosen.policy, [_EVERY])  # raises for what no budget can mend
                 arms.append(Arm(spec(chosen.policy), setup, _differences(checkpoint, chosen.policy, setup)))
             except KVKeepError:
                 if wanted.policies is not None:  # the user has named it
@@ -244,6 +244,7 @@ def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
     """Return the options that differ from the policy's own; a head budget file is shown with a content hash."""
     found = setup.differences(checkpoint, policy)
     file = (setup.head_budget or "").partition("profile:")[2]
+    # eight digits of the hash, without the name of its kind
     return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
 
 
@@ -275,6 +276,7 @@ def _ladders(
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
+        """Return what a row's bytes are counted from, after a check of the budget."""
         arm.setup.cache(checkpoint, parse(arm.policy), [budget])  # refuses a budget that is too small
         own_dtype = dtype or shape.dtype or torch.float32
         return Setting(

@@ -78,6 +78,7 @@ def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> 
 
 def _percent(share: float) -> str:
     """Return a share in percent, rounded down, so that no candidate looks as if it had reached the target."""
+    # 1e-9: a share of whole tenths may be a little less in floats
     return "–" if math.isnan(share) else f"{math.floor(1000 * share + 1e-9) / 10:.1f}%"
 
 

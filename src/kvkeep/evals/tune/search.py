@@ -217,9 +217,10 @@ def search(
     places = [len(ladder) for ladder in arms]
     for number, documents in enumerate(sizes.rounds):
         reaches = _by_share(study, documents, target)
+        # the first round knows nothing; later ones begin where the one before has ended
         step = _halve if number == 0 else _walk
         places = [step(ladder, place, reaches) for ladder, place in zip(arms, places, strict=True)]
-        arms, places = _best(arms, places, max(FINALISTS, -(-len(arms) // 2)))
+        arms, places = _best(arms, places, max(FINALISTS, -(-len(arms) // 2)))  # half of them, rounded up
     test = Confirmation(study, sizes.confirm, target, promises=promises)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
@@ -319,6 +320,7 @@ class Confirmation:
         for start in range(first, last, step):
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
+            # losses have no best case, and without a promise the share on all documents counts
             if self._promises and self._study.kind == "answers":
                 rest = self._study.expected(stop, last)
                 if best_case(found, rest, last - first) < self._target:
@@ -426,6 +428,7 @@ class CachedMeasure:
     def expected(self, first: int, last: int) -> float:
         """Return how many questions the full cache answers in these documents, or how many tokens they have."""
         found = self.full(first, last)
+        # the full cache compared with itself: the number of its own right answers, or of all tokens
         return float(sum(self._measure.tally(outcome, outcome, 0)[1] for outcome in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
@@ -433,7 +436,9 @@ class CachedMeasure:
         return self._outcomes(FULL, self._measure.room, first, last)
 
     def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
-        """Return a candidate's outcomes for documents ``first`` to ``last``; known ones come from the folder."""
+        """Return a candidate's outcomes for the documents ``first`` to ``last - 1``; known ones come from the folder,
+        others are measured and stored block by block.
+        """
         known = self._records.outcomes
         start = first
         while start < last:
@@ -441,6 +446,7 @@ class CachedMeasure:
                 start += 1
                 continue
             end = min(last, start + _BLOCK)
+            # a block ends where known outcomes begin
             stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
             self._on_block(Progress(arm.label, None if arm is FULL else budget, len(known), self._expected))
             self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
@@ -492,7 +498,7 @@ def _together(documents: int) -> Sizes:
 
 
 def _split(searched: int, end: int) -> Sizes:
-    """Return sizes in which the confirmation has documents of its own."""
+    """Return sizes in which the first ``searched`` documents choose, and those after them up to ``end`` confirm."""
     return Sizes(_rounds(searched), (searched, end))
 
 
@@ -595,7 +601,7 @@ def _all(
             unit
             for name, budget, unit in records.outcomes
             if (name, budget) == (candidate.arm.name, candidate.budget)
-            and (FULL.name, measure.room, unit) in records.outcomes
+            and (FULL.name, measure.room, unit) in records.outcomes  # with which it is compared
         ]
         if units:
             tallies = [tally for unit in units for tally in study.tallies(candidate, unit, unit + 1)]
