@@ -107,7 +107,7 @@ package: .venv-docs/.installed  ## build wheels and sdists, and install the whee
 	cd dist && HOME=$$(mktemp -d) ../.venv-package/bin/kvkeep demo
 	.venv-package/bin/kvkeep theory --only ahakv-gain
 	set -e; for version in $(PYTHONS); do echo "Python $$version"; .venv-package/bin/pip install --quiet --dry-run --target dist/none --python-version $$version --only-binary :all: dist/*.whl; done
-	set -e; for extra in $(EXTRAS); do echo "extra $$extra"; .venv-package/bin/pip install --quiet --dry-run ".[$$extra]"; done
+	set -e; for extra in $(EXTRAS); do echo "extra $$extra"; .venv-package/bin/pip install --quiet --dry-run "$$(echo dist/kvkeep-*.whl)[$$extra]"; done
 
 publish-dry-run: package  ## upload to an index on this machine (pypiserver), and install kvkeep[server] from it into an empty environment
 	$(DOCS)/python tools/publish_dry_run.py dist --torch "$(TORCH)"
