@@ -215,7 +215,7 @@ def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> 
 
 
 def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """Return the number of bits that are set in each word of `BITS` bits, negative words included."""
+    """Return the number of bits that are set in each word; only its lowest `BITS` bits count."""
     # sums of neighbouring bits, side by side in one word; masks of 25 bits cut off the sign's copies above them
     pairs = (bits & 0x1555555) + (bits >> 1 & 0x0555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)

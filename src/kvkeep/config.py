@@ -112,7 +112,11 @@ class Config:
 
 
 def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a TOML file as a dict."""
+    """Return the content of a TOML file as a dict.
+
+    Raises:
+        InputError: the file cannot be read, is too large, or is no TOML.
+    """
     file = in_full(path)
     try:
         if file.exists() and not file.is_file():  # a pipe would never end

@@ -74,7 +74,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile from a file.
+        """Read a profile from a file. Sinks, the weights' hash and what was measured may be missing in it.
 
         Raises:
             InputError: there is no such file, or it holds no profile.

@@ -144,7 +144,9 @@ class QuantizedTensor(Tensor):
         to = self.packed[first // LANES : first // LANES + blocks]
         to[:, :_FACTORS] = pad(factors, missing[2:], value=1.0).view(blocks, LANES).view(torch.uint8)
         inner = to[:, _FACTORS:].view(blocks, groups, -1)
+        # 4 bytes a lane: a scale and a minimum, each a float16
         inner[..., -4 * LANES :] = _by_lane(pad(halves, (0, 0, *missing)).transpose(1, 2), blocks).view(torch.uint8)
+        # a step of the kernel reads 4 codes of each lane
         _put_codes(pad(codes, missing).view(blocks, LANES, groups, -1, 4), self.bits, inner)
 
     def dequantize(self, indices: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "rows columns"]:
@@ -170,7 +172,10 @@ class QuantizedTensor(Tensor):
         return out
 
     def _unpacked(self, indices: Tensor | None) -> Tensor:
-        """Return the numbers of rows, computed by torch."""
+        """Return the numbers of all rows, or of rows with these indices, computed by torch in the tensor's dtype.
+
+        The whole matrix is unpacked first. Indices of any shape are read one after the other.
+        """
         blocks, groups = len(self.packed), self.shape[1] // self.group
         factors = self.packed[:, :_FACTORS].contiguous().view(torch.float32).view(-1, 1, 1)
         inner = self.packed[:, _FACTORS:].reshape(blocks, groups, -1)

@@ -297,10 +297,10 @@ class OutputFile:
     def finish(self) -> set[int]:
         """Sync the file, and return the numbers of this job's lines that are in it when it is read again.
 
-        A stream cannot be read again: all lines count.
+        A line that cannot be read back does not count. A stream cannot be read again: all of its lines count.
 
         Raises:
-            InputError: the disk is full or fails.
+            InputError: the file cannot be written, or another program has changed its end.
         """
         with self._explained():
             self._cut()

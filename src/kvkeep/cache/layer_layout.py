@@ -338,7 +338,11 @@ def caches_latents(config: PreTrainedConfig) -> bool:
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:
-    """Refuse a model with layers whose cache cannot be bounded, with the reason."""
+    """Refuse a model with layers whose cache cannot be bounded, with the reason.
+
+    Raises:
+        UnsupportedModelError: the model has such layers.
+    """
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "attention_chunk_size", None) is not None:
         types.add(_CHUNKS)

@@ -267,6 +267,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Record the query, key and value that attention gets. Return the value, which is the output for a text of one
     token.
+
+    Raises:
+        _CannotUndoError: a layer has no number, or gives attention more than one token, or more than once.
     """
     seen, number = _reading.get(), getattr(module, "layer_idx", None)
     if seen is not None:

@@ -126,7 +126,11 @@ def serve(request: CalibrateOptions) -> None:
 
 
 def _import(request: CalibrateOptions, path: str) -> Profile:
-    """Write a profile made from a pattern of DuoAttention, and return it."""
+    """Write a profile made from a pattern of DuoAttention, and return it.
+
+    Raises:
+        InputError: a text was given, no model was, or the pattern cannot be read.
+    """
     if request.text is not None:
         raise InputError("--from-duo measures nothing, so --text has no use. Leave one of them out.")
     if request.model is None:

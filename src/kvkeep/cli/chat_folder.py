@@ -80,7 +80,12 @@ class ChatFolder:
         raise InputError(f"There are too many conversations of {today}. Give a name: --session NAME.")
 
     def _claim(self, name: str, *, new: bool) -> ChatPlace:
-        """Return a conversation's folder with its lock, so that no other process has it."""
+        """Return a conversation's folder with its lock, so that no other process has it.
+
+        Raises:
+            InputError: the folder cannot be used.
+            _TakenError: another process has the conversation, or a new one has the name of an old one.
+        """
         folder = self.path / name
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -211,7 +216,11 @@ def complete_names(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _checked(name: str) -> str:
-    """Return a conversation's name after a check that it can be a file's."""
+    """Return a conversation's name after a check that it can be a file's.
+
+    Raises:
+        InputError: the name cannot be a file's.
+    """
 
     from kvkeep.engine.request import check_name  # imports torch
 

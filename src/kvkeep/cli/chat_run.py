@@ -82,7 +82,11 @@ def run(line: str, talk: ChatSession) -> None:
 
 
 def _checked(name: str, words: list[str]) -> list[str]:
-    """Return the words behind a typed command, after a check of their number."""
+    """Return the words behind a typed command, after a check of their number.
+
+    Raises:
+        InputError: there are too many words.
+    """
     most = 1 if name in ("/fork", "/rewind") else 0
     if len(words) > most:
         raise InputError(f"{name} takes {'one word at most' if most else 'nothing'}. /help lists all commands.")
@@ -134,7 +138,11 @@ def _show_memory(talk: ChatSession) -> None:
 
 
 def _rewind(talk: ChatSession, turns: str = "1") -> None:
-    """Take back the last turns of the conversation."""
+    """Take back the last turns of the conversation.
+
+    Raises:
+        InputError: the text is no number of turns, or so many cannot be taken back.
+    """
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
         raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_TURNS_BACK}.")
     with Uninterrupted():

@@ -388,7 +388,11 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
 
 
 def _draw(request: EvalOptions, records: Records) -> Sequence[Path]:
-    """Draw the plots and return their files; nothing if they are not wanted or cannot be drawn."""
+    """Draw the plots and return their files; nothing if they are not wanted or cannot be drawn.
+
+    Raises:
+        InputError: the plots cannot be drawn, for another reason than that their files cannot be written.
+    """
     if not request.plots:
         return []
     if not plots.available():

@@ -206,7 +206,11 @@ def cache_folder() -> Path:
 
 
 def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
-    """Return the folder that a variable names, or the one below the user's home."""
+    """Return the folder that a variable names, or the one below the user's home.
+
+    Raises:
+        InputError: the user has no home.
+    """
     named, below = {
         "win32": ("LOCALAPPDATA", "AppData/Local"),
         "darwin": (None, below_on_mac),
@@ -220,7 +224,11 @@ def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a new temporary folder."""
+    """Return a new temporary folder.
+
+    Raises:
+        InputError: no temporary folder can be made.
+    """
     try:
         return tempfile.TemporaryDirectory(prefix="kvkeep-")
     except OSError as error:

@@ -282,7 +282,10 @@ class AnswerWriter:
 def settings_of(
     request: GenerateOptions, policy: Policy, budget: int, defaults: SamplingParams, memory: SavedMemory | None
 ) -> dict[str, object]:
-    """Return the settings that completions depend on, except lines, weights and options at their defaults."""
+    """Return the settings that completions depend on, except lines, weights and options at their defaults.
+
+    The embedded model is named "embedded", wherever it is installed.
+    """
     options: dict[str, object] = {
         "raw": request.raw,
         "dtype": None if request.dtype == "auto" else request.dtype,
@@ -312,6 +315,9 @@ def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Ba
         survey: knows the lines that cannot be run.
         failed: line number → reason, of lines that have failed now.
         batch: the options of the job.
+
+    Raises:
+        InputError: all lines could be run, and yet such a file is there already.
     """
     to_file = batch.output != "-"
     entries = survey.entries(read_lines(source), failed, bad=to_file or not failed)
@@ -673,6 +679,9 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
     """Return the lines to run now, with their fingerprints.
 
     Lines that the engine refuses are set aside, or stop the job.
+
+    Raises:
+        InputError: a line cannot be run, and such lines are not to be set aside.
     """
     source, survey, output, batch = job.source, job.survey, job.output, job.batch
     new = [number for number in survey.digests if number not in output.done]

@@ -52,7 +52,9 @@ Read: TypeAlias = Callable[[int, bytes], InputLine | BadLine]
 def reader(
     checkpoint: Checkpoint, request: GenerateOptions, defaults: SamplingParams, memory: SavedMemory | None
 ) -> Read:
-    """Return a function that reads a line with the model's tokenizer. Each line follows the memory, if any.
+    """Return a function that takes a line's number and bytes, and reads it with the model's tokenizer.
+
+    It returns a `BadLine` for a line that cannot be run. Each line follows the memory, if any.
 
     Raises:
         InputError: the memory is a conversation's.

@@ -177,7 +177,7 @@ def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]]
 
 
 def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
-    """Yield the subcommands of a group: group, name, first sentence."""
+    """Yield the subcommands of a group that are not hidden: group, name, first paragraph."""
     for name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             first = (child.help or "").split("\n\n")[0]

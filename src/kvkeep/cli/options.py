@@ -293,7 +293,11 @@ def given(model: str | None) -> str | None:
 
 
 def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what typer has read, with the file of ``--gguf`` in the name of the model."""
+    """Return what typer has read, with the file of ``--gguf`` in the name of the model.
+
+    Raises:
+        InputError: the file's name is empty.
+    """
     file, model = given.get("gguf"), given.get("model")
     if file is None:
         return given

@@ -38,6 +38,9 @@ _EMBEDDED = "embedded"
 def serve(request: TuneOptions) -> None:
     """Search for the smallest memory that reaches the target, write the settings found, and show them.
 
+    The settings are confirmed on texts that had no part in the choice, if there are enough. The folder is locked while
+    the search runs.
+
     Raises:
         KVKeepError: the request, the model or the folder cannot be used, or nothing reaches the target.
     """

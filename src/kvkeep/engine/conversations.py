@@ -754,6 +754,9 @@ def _reader_of(about: SnapshotAbout, name: str | None) -> tuple[str, str] | None
     """Return the owner and the salt that a file notes; ``None`` if it is no conversation's.
 
     A copy under another name, such as a fork, is its client's own session, and never expires.
+
+    Raises:
+        SnapshotError: the note is of another form.
     """
     found = about.note.get(_NOTE)
     if not isinstance(found, Mapping) or found.get("name") != name:

@@ -293,7 +293,7 @@ class Grammars:
         """Translate a form into a grammar of llguidance, in the process with bounded time and memory.
 
         Raises:
-            FormError: the grammar is wrong, or takes too much time or memory.
+            FormError: the grammar is wrong, takes too much time or memory, or has a rule with no text that ends.
         """
         what = NAMES[asked.kind]
         found = self._ask({"kind": asked.kind, "text": self._by_ids(asked)})

@@ -87,6 +87,9 @@ class Blocks:
 
     Attributes:
         version: incremented before tensors are replaced or added.
+
+    Raises:
+        UnsupportedOperationError: layers whose heads share a budget differ in shape, dtype or device.
     """
 
     def __init__(

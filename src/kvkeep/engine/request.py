@@ -269,21 +269,33 @@ def json_structure(schema: object) -> Structure:
 
 
 def _object(value: object) -> Structure:
-    """Return the form of any JSON object; refuse values other than ``True``."""
+    """Return the form of any JSON object; refuse values other than ``True``.
+
+    Raises:
+        InputError: the value is another.
+    """
     if value is not True:
         raise InputError(f"structured_outputs has json_object={value!r:.60}; give True, or leave it out.")
     return json_structure({"type": "object"})
 
 
 def _choice(value: object) -> Structure:
-    """Return the form of a choice among texts, after checking them."""
+    """Return the form of a choice among texts, after checking them.
+
+    Raises:
+        InputError: it is no list of texts, or is empty, or a text in it is.
+    """
     if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
         raise InputError(f"structured_outputs has choice={value!r:.60}; give a list of texts that are not empty.")
     return Structure("choice", json.dumps(value, ensure_ascii=False))
 
 
 def _text(kind: Kind, value: object) -> Structure:
-    """Return the form of a regular expression or a grammar, after checking that it is a text."""
+    """Return the form of a regular expression or a grammar, after checking that it is a text.
+
+    Raises:
+        InputError: it is no text, or empty.
+    """
     if not isinstance(value, str) or not value:
         raise InputError(f"structured_outputs has {kind}={value!r:.60}; give a text that is not empty.")
     return Structure(kind, value)

@@ -32,7 +32,14 @@ _NEW = ".{}" + SUFFIX + ".{}.new"
 
 
 class SnapshotFolder:
-    """A folder of memories, one file for each, used by one engine at a time."""
+    """A folder of memories, one file for each, used by one engine at a time.
+
+    Args:
+        path: the folder; it is made if it is missing.
+
+    Raises:
+        InputError: the folder cannot be used, or another engine uses it.
+    """
 
     def __init__(self, path: Path) -> None:
         try:

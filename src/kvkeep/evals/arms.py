@@ -79,7 +79,11 @@ def split_arms(text: str) -> list[PolicyArm]:
 
 
 def _arm(text: str) -> PolicyArm:
-    """Return what ``POLICY@BITS@RULE`` says; bits and rule are ``None`` if none are named."""
+    """Return what ``POLICY@BITS@RULE`` says; bits and rule are ``None`` if none are named.
+
+    Raises:
+        PolicyError: the text names bits or a rule twice.
+    """
     policy, *words = (word.strip() for word in text.split("@"))
     named: dict[str, str] = {}
     for word in words:

@@ -385,7 +385,11 @@ class PolicyDifference:
 
 
 def answers(rows: Iterable[Row]) -> Answers:
-    """Return the answers in rows that differ only by seed, by question. Rows without a record of questions add none."""
+    """Return whether each question of rows that differ only by seed was answered right: (seed, document, number) →
+    whether.
+
+    Rows without a record of questions add none.
+    """
     return {
         (row["seed"], document, number): bool(right)
         for row in rows

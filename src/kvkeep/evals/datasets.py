@@ -89,7 +89,11 @@ def saved(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
-    """Return the rows of a split, downloaded or from the cache of the package datasets."""
+    """Return the rows of a split, downloaded or from the cache of the package datasets.
+
+    Raises:
+        ValueError: the data set is none of tables; a script of its own might read it.
+    """
     builder = package.load_dataset_builder(place.path, place.config, revision=place.revision)
     # any other builder may be a script of the data set, which would run as code
     if _READERS.isdisjoint(kind.__name__ for kind in type(builder).__mro__):
@@ -116,7 +120,11 @@ def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
 
 
 def _package(why: str, otherwise: str) -> Any:
-    """Return the package datasets, after a check that it is there and too new to run code of data sets."""
+    """Return the package datasets, after a check that it is there and too new to run code of data sets.
+
+    Raises:
+        InputError: the package is not installed, or too old.
+    """
     if find_spec("datasets") is None:
         raise InputError(f"{why}, which is not installed: {pip_install('datasets')}. {otherwise}")
     package = import_module("datasets")
@@ -302,7 +310,11 @@ def _files(folder: str | None, source: Source) -> list[Path]:
 
 
 def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> DatasetRows:
-    """Return rows with their numbers, after a check that each is a JSON object and that there is one."""
+    """Return rows with their numbers, after a check that each is a JSON object and that there is one.
+
+    Raises:
+        InputError: a row is no JSON object, or there is none.
+    """
     numbers, made = [], []
     for number, row in numbered:
         if not isinstance(row, dict):
@@ -315,7 +327,11 @@ def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Datas
 
 
 def _check(found: DatasetRows, fields: Mapping[str, type | tuple[type, ...]]) -> None:
-    """Refuse rows that lack a field, or have a value of another type in it."""
+    """Refuse rows that lack a field, or have a value of another type in it.
+
+    Raises:
+        InputError: a row is such a one.
+    """
     for number, row in enumerate(found.rows):
         for name, kind in fields.items():
             if not isinstance(row.get(name), kind):
@@ -353,7 +369,11 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _bytes(path: Path) -> bytes:
-    """Return the content of a data set's file."""
+    """Return the content of a data set's file.
+
+    Raises:
+        InputError: it is no regular file, or cannot be read.
+    """
     if not path.is_file():  # a pipe would never end
         kind = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "no regular file"
         raise InputError(f"{path} is {kind}. Put the file of the data set there, or remove it.")

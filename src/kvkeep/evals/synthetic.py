@@ -359,7 +359,11 @@ def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
 
 
 def _document(title: Any, said: Any) -> str:
-    """Return a paragraph of HotpotQA with its title."""
+    """Return a paragraph of HotpotQA with its title.
+
+    Raises:
+        ValueError: the context holds something else than titles and lists of sentences.
+    """
     if not isinstance(title, str) or not isinstance(said, list):
         raise ValueError("'context' holds no titles and lists of sentences")
     return f"{title}\n{''.join(said)}"

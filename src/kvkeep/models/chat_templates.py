@@ -271,7 +271,11 @@ def _roles_in_parts(asked: str) -> frozenset[str]:
 
 
 def _probed(asked: Mapping[str, Any]) -> str:
-    """Return a rendered conversation in lower case; empty if the template refuses it."""
+    """Return a rendered conversation in lower case; empty if the template refuses it.
+
+    Raises:
+        EndlessTemplateError: the template does not come to an end.
+    """
     try:
         return _rendered(asked).casefold()
     except EndlessTemplateError:

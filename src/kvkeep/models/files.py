@@ -140,11 +140,13 @@ _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?"
 def locate(name_or_path: str | os.PathLike[str]) -> str:
     """Return the full path of a file or folder that exists; a hub name is returned unchanged.
 
-    A folder of GGUF files stands for its only one. ``ORG/REPO:FILE`` stands for a GGUF file of the hub, which is
-    downloaded: FILE is its name, or that of a quantisation in its name such as ``Q4_K_M``.
+    A folder of GGUF files stands for its only one, and a part of a split file for the first part. ``ORG/REPO:FILE``
+    stands for a GGUF file of the hub, which is downloaded: FILE is its name, or that of a quantisation in its name such
+    as ``Q4_K_M``.
 
     Raises:
-        ModelFileError: a path does not exist, the name cannot be one of the hub, or there are several GGUF files.
+        ModelFileError: a path does not exist, or a GGUF path is a pipe or a device, lacks parts or is a folder of
+            several; or the name cannot be one of the hub.
     """
     name = os.fspath(name_or_path)
     path = existing(name)

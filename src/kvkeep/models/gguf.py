@@ -153,6 +153,10 @@ class GGUFFile:
     def _value(self, key: str, default: _T | None, fits: Callable[[Any], bool], kind: str) -> _T:
         """Return a value from the metadata, after checking its type. A list with one value per layer must have equal
         values.
+
+        Raises:
+            ModelFileError: the value is missing, or of another type.
+            UnsupportedModelError: the layers have different values.
         """
         name = key if key.startswith("tokenizer.") else f"{self.architecture}.{key}"
         value = self.metadata.get(name, default)
@@ -206,7 +210,11 @@ def read(path: str | Path) -> GGUFFile:
 
 @functools.lru_cache(maxsize=2)
 def _read(parts: tuple[Path, ...], _state: tuple[tuple[int, int], ...]) -> GGUFFile:
-    """Read the parts of a file; the configuration, the tokenizer and the weights ask one after the other."""
+    """Read the parts of a file; the configuration, the tokenizer and the weights ask one after the other.
+
+    Raises:
+        ModelFileError: a part is damaged or belongs elsewhere, or two tensors have one name.
+    """
     path, tensors = parts[0], dict[str, TensorInfo]()
     metadata: Mapping[str, Any] = {}
     for number, part in enumerate(parts):
@@ -273,7 +281,11 @@ class _Reader:
         self._at = 0
 
     def read(self) -> tuple[dict[str, Any], list[tuple[str, TensorInfo]]]:
-        """Read the whole header. Return the metadata, and the tensors by name."""
+        """Read the whole header. Return the metadata, and the tensors by name.
+
+        Raises:
+            ValueError: the file is not GGUF, of another version, damaged or cut off.
+        """
         magic, version, tensors, values = _HEADER.unpack(self._take(_HEADER.size))
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
@@ -292,7 +304,11 @@ class _Reader:
         return metadata, self._placed(table, metadata.get("general.alignment", _ALIGNMENT))
 
     def _take(self, size: int) -> memoryview:
-        """Return the next ``size`` bytes, and move on."""
+        """Return the next ``size`` bytes, and move on.
+
+        Raises:
+            ValueError: the file ends before.
+        """
         end = self._at + size
         if end > len(self._bytes):
             raise ValueError("it is cut off")
@@ -301,7 +317,11 @@ class _Reader:
         return taken
 
     def _count(self, count: int, at_least: int) -> int:
-        """Return a count from the file, after checking that the rest of the file is long enough for so many entries."""
+        """Return a count from the file, after checking that the rest of the file is long enough for so many entries.
+
+        Raises:
+            ValueError: it is too short.
+        """
         if count * at_least > len(self._bytes) - self._at:
             raise ValueError(f"it is cut off, or damaged: there is no room for {count} entries")
         return count
@@ -325,7 +345,11 @@ class _Reader:
         return str(self._take(self._length()), "utf-8")
 
     def _value(self, kind: int) -> Any:
-        """Read a value of the metadata: a number, a string, or an array of them."""
+        """Read a value of the metadata: a number, a string, or an array of them.
+
+        Raises:
+            ValueError: its kind is not known.
+        """
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -342,6 +366,9 @@ class _Reader:
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the description of a tensor: name, shape in torch's order, number of its type, and offset of its
         data.
+
+        Raises:
+            ValueError: it has no dimensions, or too many.
         """
         name, dimensions = self._string(), self._number(_UINT32)
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -352,7 +379,11 @@ class _Reader:
     def _placed(
         self, table: Iterable[tuple[str, tuple[int, ...], int, int]], alignment: object
     ) -> list[tuple[str, TensorInfo]]:
-        """Return the described tensors with the range of bytes of each, after checking that it lies in the file."""
+        """Return the described tensors with the range of bytes of each, after checking that it lies in the file.
+
+        Raises:
+            ValueError: a range reaches beyond the file, or a shape or the alignment is impossible.
+        """
         if not isinstance(alignment, int) or not 1 <= alignment <= _MOST_ALIGNMENT:
             raise ValueError(f"its general.alignment is {alignment!r:.40}")
         start, placed = math.ceil(self._at / alignment) * alignment, []

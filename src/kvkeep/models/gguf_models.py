@@ -202,7 +202,11 @@ def _lfm2(file: GGUFFile) -> Fields:
 
 
 def _qwen35(file: GGUFFile) -> Fields:
-    """Return the fields of Qwen3.5, whose layers are full or linear attention."""
+    """Return the fields of Qwen3.5, whose layers are full or linear attention.
+
+    Raises:
+        ModelFileError: the file names no heads of linear attention, or no sections of rotary dims.
+    """
     value_heads, sections = file.integer("ssm.time_step_rank"), file.metadata.get("qwen35.rope.dimension_sections")
     if value_heads < 1 or not isinstance(sections, list) or not all(isinstance(part, int) for part in sections):
         raise ModelFileError(f"{file.path} names no heads of linear attention, or no sections. Download it again.")

@@ -244,6 +244,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Token
         tokens = [_SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
     unknown = _special(file, "unknown", len(tokens))
     options = {} if unknown is None else {"unk_token": tokens[unknown]}
+    # Gemma's scores do not follow the order of its merges
     merges = _merges(tokens, kinds, _order(file, tokens, by_score=not gemma))
     backend = Tokenizer(_bpe(file, tokens, merges, fuse_unk=True, byte_fallback=True, **options))
     spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]

@@ -83,7 +83,11 @@ def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
-    """Yield each parameter of a model with the tensors that fill it. Tied parameters are left out."""
+    """Yield each parameter of a model with the tensors that fill it. Tied parameters are left out.
+
+    Raises:
+        UnsupportedModelError: the package gguf has no name for a parameter.
+    """
     import gguf
 
     family, config = family_of(file), model.config

@@ -79,7 +79,11 @@ class SandboxProcess:
         self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process, and wait until it is ready."""
+        """Start the process, and wait until it is ready.
+
+        Raises:
+            OSError: it does not start.
+        """
         self._starter = os.getpid()
         # the script finds the packages that this process finds, but nothing in the working folder, which "" stands for
         places = os.pathsep.join(place for place in sys.path if place)

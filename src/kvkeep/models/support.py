@@ -288,7 +288,11 @@ _ROUTED = {"XLORA", "POLY"}
 
 
 def _check_adapter(model: Any) -> None:
-    """Refuse adapters of PEFT that kvkeep cannot run: prompt learning, and weights that depend on the prompt."""
+    """Refuse adapters of PEFT that kvkeep cannot run: prompt learning, and weights that depend on the prompt.
+
+    Raises:
+        UnsupportedModelError: the adapter is one of these.
+    """
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(

@@ -178,7 +178,11 @@ def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
 
 
 def _check_text(text: str) -> None:
-    """Refuse a text that cannot be encoded as UTF-8."""
+    """Refuse a text that cannot be encoded as UTF-8.
+
+    Raises:
+        InputError: it cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:  # it has surrogates, Python's stand-ins for bytes that are not UTF-8
@@ -222,7 +226,11 @@ def _encoded_as_quoted(checkpoint: Checkpoint, text: str, *, bare: bool = True) 
 
 
 def _checked(checkpoint: Checkpoint, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 T"]:
-    """Return token ids, after checking that there are some and that the model knows all of them."""
+    """Return token ids, after checking that there are some and that the model knows all of them.
+
+    Raises:
+        InputError: there are none, or one is too large for the model.
+    """
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size

@@ -45,7 +45,11 @@ def _no_constant(name: str) -> float:
 
 
 def _float(text: str) -> float:
-    """Return a JSON number as a float, and refuse one that would become infinite."""
+    """Return a JSON number as a float, and refuse one that would become infinite.
+
+    Raises:
+        InputError: it is too large.
+    """
     value = float(text)
     if math.isinf(value):
         raise InputError(f"its number {text[:40]} is too large")
@@ -55,6 +59,9 @@ def _float(text: str) -> float:
 def _int(text: str) -> int:
     """Return a JSON number as an int, and refuse one of too many digits: parsing takes time that grows with their
     square.
+
+    Raises:
+        InputError: it has too many.
     """
     if (digits := len(text.lstrip("-"))) > _MAX_DIGITS:
         raise InputError(f"its number {text[:40]}… has {digits} digits; there may be {_MAX_DIGITS}")

@@ -96,14 +96,22 @@ class _Fields:
         self.found = found
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a positive number; the default where it is missing."""
+        """Return a positive number; the default where it is missing.
+
+        Raises:
+            _Unknown: the value is no positive number, or too large.
+        """
         value = self.found.get(name, default)
         if type(value) is not int or not 0 < value < _MOST:
             raise _Unknown
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return whether something is switched on; the default where it is missing."""
+        """Return whether something is switched on; the default where it is missing.
+
+        Raises:
+            _Unknown: the value is neither true nor false.
+        """
         value = self.found.get(name, default)
         if type(value) is not bool:
             raise _Unknown
@@ -114,7 +122,11 @@ class _Fields:
         return None if self.found.get("sliding_window", default) is None else self.number("sliding_window", default)
 
     def types(self, default: list[str]) -> list[str]:
-        """Return the kind of attention of each layer."""
+        """Return the kind of attention of each layer.
+
+        Raises:
+            _Unknown: the file names kinds that are not known, or not one for each layer.
+        """
         value = default if self.found.get("layer_types") is None else self.found["layer_types"]
         if not isinstance(value, list) or len(value) != len(default) or not {*value} <= {_FULL, _SLIDING}:
             raise _Unknown
@@ -148,7 +160,11 @@ def _all(layers: int, kind: str) -> list[str]:
 
 
 def _windows(of: _Fields, types: list[str], window: int | None) -> list[int | None]:
-    """Return the sliding window of each layer, from the kinds of attention that the family has by default."""
+    """Return the sliding window of each layer, from the kinds of attention that the family has by default.
+
+    Raises:
+        _Unknown: windows slide without a size.
+    """
     found = of.types(types)
     if window is None and _SLIDING in found:
         raise _Unknown
@@ -179,6 +195,9 @@ def _gated(  # noqa: PLR0913  what the families differ in
         head_norms: whether queries and keys have a norm over the head dim.
         wide_norms: whether they have one over all heads.
         fused: whether queries, keys and values are one matrix, and gate and up another.
+
+    Raises:
+        _Unknown: the numbers of heads and dims do not fit together.
     """
     hidden, inner, heads = of.number("hidden_size"), of.number("intermediate_size"), of.number("num_attention_heads")
     kv_heads = of.number("num_key_value_heads")
@@ -212,7 +231,11 @@ def _mistral(of: _Fields) -> _Counted:
 
 
 def _qwen_windows(of: _Fields) -> list[int | None]:
-    """Return the windows of a Qwen, of which hardly any slides: its file has a window that it does not use."""
+    """Return the windows of a Qwen, of which hardly any slides: its file has a window that it does not use.
+
+    Raises:
+        _Unknown: the model uses its window, or a field is unusual.
+    """
     of.window(None), of.number("max_window_layers", 1)
     if of.flag("use_sliding_window", False):
         raise _Unknown
@@ -231,7 +254,11 @@ def _qwen3(of: _Fields) -> _Counted:
 
 
 def _smollm3(of: _Fields) -> _Counted:
-    """Count a model of the family of SmolLM 3: some layers do not rotate."""
+    """Count a model of the family of SmolLM 3: some layers do not rotate.
+
+    Raises:
+        _Unknown: which layers rotate is not said for each, or the padding is not named, or a field is unusual.
+    """
     bias, mlp_bias = of.flag("attention_bias", False), of.flag("mlp_bias", False)
     of.number("no_rope_layer_interval", 4)
     rotating = of.found.get("no_rope_layers", [1] * of.number("num_hidden_layers"))
@@ -258,7 +285,11 @@ def _gemma2(of: _Fields) -> _Counted:
 
 
 def _gemma3(of: _Fields) -> _Counted:
-    """Count a text model of the family of Gemma 3: every sixth layer has full attention."""
+    """Count a text model of the family of Gemma 3: every sixth layer has full attention.
+
+    Raises:
+        _Unknown: attention is bidirectional, or a field is unusual.
+    """
     if of.flag("use_bidirectional_attention", False):
         raise _Unknown
     bias, layers = of.flag("attention_bias", False), of.number("num_hidden_layers")
@@ -269,7 +300,11 @@ def _gemma3(of: _Fields) -> _Counted:
 
 
 def _phi3(of: _Fields) -> _Counted:
-    """Count a model of the family of Phi 3."""
+    """Count a model of the family of Phi 3.
+
+    Raises:
+        _Unknown: the file does not name the padding, or a field is unusual.
+    """
     window = of.window(None)
     if "pad_token_id" not in of.found:  # the family's own lies beyond a small vocabulary
         raise _Unknown
@@ -284,7 +319,11 @@ def _olmo2(of: _Fields) -> _Counted:
 
 
 def _opt(of: _Fields) -> _Counted:
-    """Count a model of the family of OPT, with learned positions."""
+    """Count a model of the family of OPT, with learned positions.
+
+    Raises:
+        _Unknown: the model is of an unusual form.
+    """
     hidden, inner, heads = of.number("hidden_size"), of.number("ffn_dim"), of.number("num_attention_heads")
     names = ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine")
     usual = all(of.flag(name, True) for name in names)
@@ -397,7 +436,11 @@ def counted(name: str) -> Outline | None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return the fields of a folder's ``config.json``, or of such a file."""
+    """Return the fields of a folder's ``config.json``, or of such a file.
+
+    Raises:
+        _Unknown: there is none, or it is a GGUF file, too large or no JSON object.
+    """
     if path.is_dir() and any(path.glob("*.gguf")):
         raise _Unknown
     file = path / "config.json" if path.is_dir() else path
@@ -455,7 +498,11 @@ def _count(path: Path, found: Mapping[str, Any]) -> Outline:
 
 
 def _dtype(found: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the checkpoint; ``None`` if the file does not say."""
+    """Return the dtype of the checkpoint; ``None`` if the file does not say.
+
+    Raises:
+        _Unknown: it is none of float32, float16 and bfloat16, or the file has both names of it.
+    """
     name = found.get("dtype", found.get("torch_dtype"))
     if name not in (None, "float32", "float16", "bfloat16") or {"dtype", "torch_dtype"} <= found.keys():
         raise _Unknown

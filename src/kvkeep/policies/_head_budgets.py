@@ -94,6 +94,8 @@ def parsed(rule: str) -> tuple[str, float]:
 def joint_refusal(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> str | None:
     """Return why the heads of all layers cannot share one budget; ``None`` if they can.
 
+    The reason ends a sentence of the caller's: "… does not go together with {reason}."
+
     Args:
         windows: all layers have sliding windows.
         chunk: a layer takes its prompt in chunks, before the next layer begins.

@@ -62,7 +62,11 @@ class Replica:
     """
 
     def __init__(self, recipe: ReplicaRecipe, name: str | None = None) -> None:
-        """Load the model, and make the engine and the application."""
+        """Load the model, and make the engine and the application.
+
+        A replica keeps its sessions in a folder of its own inside `session_dir`. Without `name` it is one
+        that Ray Serve has made: it has the name that Ray Serve gave it, and hands these sessions over before it ends.
+        """
         self._name = name or _own_name()
         self._ready = False
         self._leases: SharedFolder | None = None

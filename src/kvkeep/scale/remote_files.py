@@ -168,7 +168,11 @@ class Destination:
     """
 
     def __init__(self, target: str, home: Path) -> None:
-        """Find the file system and the names; nothing is written yet."""
+        """Find the file system and the names; nothing is written yet.
+
+        Raises:
+            InputError: see the class.
+        """
         try:
             from pyarrow import fs
         except ImportError as error:
@@ -273,7 +277,11 @@ class Destination:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def _exists(self) -> bool:
-        """Return whether the output is there already, and refuse a folder in its place."""
+        """Return whether the output is there already, and refuse a folder in its place.
+
+        Raises:
+            InputError: it is a folder, or cannot be looked up.
+        """
 
         from pyarrow import fs
 
@@ -284,7 +292,11 @@ class Destination:
         return bool(kind != fs.FileType.NotFound)
 
     def _take_up(self) -> None:
-        """Copy an output that is there already to the local file, so that the job goes on from it."""
+        """Copy an output that is there already to the local file, so that the job goes on from it.
+
+        Raises:
+            InputError: the output is a Parquet file, or cannot be read or copied.
+        """
         if is_parquet(self.target):
             raise InputError(f"The output {self.target} exists. Remove it, or give another name.")
         what = f"cannot be read, or copied to {self._folder}"

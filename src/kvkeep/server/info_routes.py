@@ -117,7 +117,12 @@ class InfoRoutes:
         }
 
     def _ids(self, body: TokenizeBody) -> tuple[list[int], tuple[str, ...]]:
-        """Return the token ids of a body, and the names of its fields that have no effect."""
+        """Return the token ids of a body, and the names of its fields that have no effect.
+
+        Raises:
+            InputError: there is not just one of prompt and messages.
+            RefusalError: the prompt is white space.
+        """
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:

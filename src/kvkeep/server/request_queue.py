@@ -101,6 +101,7 @@ class RequestQueue:
         run = self.run(streams, meter)
         try:
             async for item in run:
+                # ``None`` only says that a request has got a row
                 if item is not None and item[1].result is not None:
                     results[item[0]] = item[1].result
         finally:

@@ -208,7 +208,11 @@ def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(name: str, given: object) -> str:
-    """Return a text, after checking that it is one that UTF-8 can encode."""
+    """Return a text, after checking that it is one that UTF-8 can encode.
+
+    Raises:
+        ParameterError: it is no text, or one that cannot be encoded.
+    """
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
     return whole_text(name, given)
@@ -227,7 +231,11 @@ def _content(name: str, content: object, field: str) -> str:
 
 
 def _input_text(name: str, part: object) -> str:
-    """Return the text of one part of a message's content."""
+    """Return the text of one part of a message's content.
+
+    Raises:
+        ParameterError: the part is no text.
+    """
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text", "refusal"):

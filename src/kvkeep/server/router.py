@@ -121,7 +121,11 @@ class Relay:
             self._meter.end()
 
     async def _pass(self, message: Message) -> None:
-        """Send a message to the client, who must take it in time."""
+        """Send a message to the client, who must take it in time.
+
+        Raises:
+            GoneError: the client has gone, or is too slow.
+        """
         try:
             async with asyncio.timeout(self._write_s):
                 await self._send(message)
@@ -219,7 +223,12 @@ class Router:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: sum up health, metrics and sessions of all replicas, or pass it to one replica."""
+        """Answer a request: sum up health, metrics and sessions of all replicas, or pass it to one replica.
+
+        Raises:
+            RefusalError: the router drains, or no replica answers.
+            GoneError: the client went before the answer began.
+        """
         request = Request(scope, receive)
         sums = {"/health": self._health, "/metrics": self._metrics, "/v1/sessions": self._sessions}
         if request.method in ("GET", "HEAD") and (summed := sums.get(scope["path"])) is not None:

@@ -351,7 +351,11 @@ class SessionRegistry:
         return entry
 
     def _begin_anew(self, owner: str, entry: ServerSession) -> None:
-        """Take back all turns of a session: delete it, and open it again with its first settings."""
+        """Take back all turns of a session: delete it, and open it again with its first settings.
+
+        Raises:
+            InputError: a turn is running.
+        """
         entry.session.rewind(entry.session.snapshot())  # refuses while a turn runs
         beginning = entry.beginning_again
         entry.session.close(delete=True)
@@ -542,7 +546,11 @@ class SessionRegistry:
         return name
 
     def _check_room(self) -> None:
-        """Refuse another session if as many are open as may be."""
+        """Refuse another session if as many are open as may be.
+
+        Raises:
+            RefusalError: so many are open.
+        """
         self._open.drop_closed()  # conversations that made room for others
         if len(self._open) >= self._open.most:
             message = (
@@ -551,7 +559,11 @@ class SessionRegistry:
             raise RefusalError(429, message, code="too_many_sessions", headers={"Retry-After": "60"})
 
     def _need_folder(self) -> str:
-        """Return the folder of saved sessions; refuse if the server has none."""
+        """Return the folder of saved sessions; refuse if the server has none.
+
+        Raises:
+            RefusalError: it has none.
+        """
         if self._folder is None:
             raise RefusalError(400, "This server keeps no sessions on disk: it was started without a session folder.")
         return self._folder

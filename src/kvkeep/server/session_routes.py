@@ -69,7 +69,11 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.rewind(owner_of(request), name(request), body.turns)))
 
     async def pin(self, request: Request) -> Response:
-        """Set which tokens of a session may not be evicted, and answer with its description."""
+        """Set which tokens of a session may not be evicted, and answer with its description.
+
+        Raises:
+            RefusalError: the pins are missing, or the session refuses.
+        """
         body = await body_of(request, PinBody, self._settings)
         if body.pins is None:
             raise parameter("pins", "is missing: spans of positions such as [[0, 12]], or [] for none")
@@ -77,7 +81,11 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
     async def drop(self, request: Request) -> Response:
-        """Let tokens of a session leave its memory, and answer with its description."""
+        """Let tokens of a session leave its memory, and answer with its description.
+
+        Raises:
+            RefusalError: neither messages nor spans are given, or the session refuses.
+        """
         body = await body_of(request, DropBody, self._settings)
         if not body.messages and not body.spans:
             raise parameter("messages", "is missing: indexes of messages such as [3], or spans of positions in spans")

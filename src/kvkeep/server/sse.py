@@ -42,7 +42,11 @@ def refused(refusal: RefusalError) -> Response:
 async def answer_to(request: Request, error: Exception) -> Response:
     """Return the response to a request that fails: the standard error object, never a traceback.
 
-    A client that has gone gets status 499.
+    A client that has gone gets status 499 and an empty body.
+
+    Args:
+        request: the request.
+        error: of kvkeep, a `RefusalError`, an HTTP error, or that the client has gone; no other may come.
     """
     if isinstance(error, GoneError | ClientDisconnect):
         return Response(status_code=499)  # nobody reads it; logs show it, as nginx's do

@@ -337,7 +337,11 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
 
 
 def _layer(found: object, shown: str) -> LayerDescription:
-    """Return the checked description of one layer."""
+    """Return the checked description of one layer.
+
+    Raises:
+        NotASnapshotError: the description is wrong.
+    """
     check(isinstance(found, dict), f"{shown} is not described")
     assert isinstance(found, dict)
     heads = whole(found.get("heads"), f"the number of heads of {shown}", least=1, most=_MOST_HEADS)

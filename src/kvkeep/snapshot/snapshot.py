@@ -63,6 +63,9 @@ class Snapshot:
         tokens: ids of the tokens that it stands for, without padding; ``None`` if they are not known.
         pending: tokens of a prompt that were announced and not fed yet.
         note: plain data of whoever took it, such as a session's messages; it is saved as JSON.
+
+    Raises:
+        SnapshotError: there is not one token id for each token.
     """
 
     contents: Contents

@@ -225,9 +225,11 @@ def heads_are_independent(policy: Policy, case: Case) -> None:
 
 @_law
 def processes_share_the_heads(policy: Policy, case: Case) -> None:
-    """Check that a layer whose heads are divided among two processes keeps the same tokens as an undivided one.
+    """Check that a layer whose heads are divided among two processes keeps the same tokens as an undivided one, and has
+    the same outputs.
 
-    A policy that looks at all heads of a layer has to ask `View.heads` for them.
+    The layer has twice the heads of the case, so that each process has as many as the case. A policy that looks at all
+    heads of a layer has to ask `View.heads` for them.
     """
     case = replace(case, heads=2 * case.heads)
     tape, outs = Tape.random(case), list[tuple[Tensor, Tensor]]()
@@ -263,13 +265,14 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
 @_law
 def chunks_compose(policy: Policy, case: Case) -> None:
     """Check that a prompt that a layer splits into chunks gives the same result as these chunks fed one by one."""
+    # at least 2, so that the last chunk can be shorter; without padding, since the chunks are fed without a mask
     size = max(2, case.chunk or 7)
-    # the last chunk may be shorter; without padding, since the chunks are fed without a mask
     case = replace(case, prompt=3 * size + case.seed % size, steps=0, chunk=size, padding=0)
     if not policy.evicts:
         case = replace(case, budget=case.prompt)
     tape = Tape.random(case)
     (whole,) = run(policy, case, tape)
+    # 1 as in `run`: random policies draw by the layer's number
     layer = Layer(policy, case.budget, index=1, kv_bits=case.kv_bits)
     chunks = [slice(start, start + size) for start in range(0, case.prompt, size)]
     outs = [layer.step(*tape.at(at), options=case.options, phase=Phase.PREFILL) for at in chunks]

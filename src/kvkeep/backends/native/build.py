@@ -93,6 +93,9 @@ def _packaged() -> Native | None:
 def _load() -> Native:
     """Return the kernel, compiled now if need be. A failure is written down, so that it is not repeated in each
     process.
+
+    Raises:
+        _UnavailableError: there is no compiler, an attempt has failed a short time ago, or this one fails.
     """
     compiler = _compiler()
     folder = _folder()
@@ -106,7 +109,11 @@ def _load() -> Native:
 
 
 def _found_or_made(compiler: str, folder: Path) -> Native:
-    """Return the kernel that lies compiled in the cache folder, or compile it. Damaged files of it are removed."""
+    """Return the kernel that lies compiled in the cache folder, or compile it. Damaged files of it are removed.
+
+    Raises:
+        _UnavailableError: the kernel cannot be compiled or loaded.
+    """
     key = _key(compiler)
     for path in levels.libraries(key, folder):
         if (library := _opened(path)) is not None:
@@ -139,7 +146,11 @@ def _check_failure(failure: Path) -> None:
 
 
 def _compiler() -> str:
-    """Return the path of the first C++ compiler that is found."""
+    """Return the path of the first C++ compiler that is found.
+
+    Raises:
+        _UnavailableError: there is none.
+    """
     for name in COMPILERS:
         if path := shutil.which(name):
             return path

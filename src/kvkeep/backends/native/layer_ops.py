@@ -102,6 +102,7 @@ def widened(
     Return ``None`` for another dtype or quantized weights, or if the layer does not fit. The output has the dtype of
     ``x`` unless another one is given.
     """
+    # no kernel is called here, but under gradients, autocast and traces there is none either: the layer itself computes
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     if isinstance(layer.weight, QuantizedTensor):
@@ -170,6 +171,7 @@ def quantized_linear(
     found = products(x.contiguous(), [Linear(weight, bias)])
     if found is not None:
         return found[0]
+    # where the dtypes differ, torch refuses them or autocast casts them, as with ordinary weights
     if not slow(x.dtype) or x.dtype != weight.dtype:
         return linear(x, weight.dequantize(), bias)
     # torch is faster in float32 here, see `slow`

@@ -222,7 +222,8 @@ def _kind(tensor: Tensor) -> tuple[type, torch.device, torch.dtype, torch.Size, 
 def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:
     """Pack the sizes and words of a ring (zeros for ``None``).
 
-    Also return the table of sizes if rows have their own, else ``None``.
+    Also return the table of sizes if rows have their own, else ``None``. The packed bytes hold its address, so the
+    caller keeps it until the kernel has returned.
     """
     if ring is None:
         return _RING.pack(*(0,) * 8), None

@@ -385,7 +385,10 @@ class Prefill:
         return padded.view(len(q), -1, rows).amin(dim=-1)
 
     def _last_rows(self, slots: int, window: int) -> Int[Tensor, "B Hk tiles"]:
-        """Return for each tile of keys the row after the last one that sees any of its keys through the window."""
+        """Return for each tile of keys the row after the last one that sees any of its keys through the window.
+
+        It is found by the positions of rows. A tile without keys counts as one whose newest key has position -1.
+        """
         B, Hk, S, _ = self.keys.shape
         newest = pad(self.key_positions, (0, -S % slots), value=-1).unflatten(-1, (-1, slots)).amax(dim=-1)
         limit = (newest.long() + window - 1).flatten(1)

@@ -92,7 +92,11 @@ class KVPressTextGenerationPipeline(Pipeline):
         return {"context_ids": ids, "questions_ids": [self._ids(text + after + answer_prefix) for text in questions]}
 
     def _in_template(self, context: str, enable_thinking: bool) -> tuple[str, str]:
-        """Return the beginning of a chat up to the end of the context, and the text after a question."""
+        """Return the beginning of a chat up to the end of the context, and the text after a question.
+
+        Raises:
+            InputError: the template changes the end of a message.
+        """
         tokenizer: Any = self.tokenizer  # which transformers declares to be of many kinds, or none
         if tokenizer.chat_template is None:
             return (tokenizer.bos_token or "") + context, "\n"

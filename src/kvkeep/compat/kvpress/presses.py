@@ -575,6 +575,9 @@ class ComposedPress(BasePress):
 
     Args:
         presses: the press, in a list.
+
+    Raises:
+        UnsupportedOperationError: there is not just one.
     """
 
     presses: Sequence[BasePress]
@@ -606,6 +609,9 @@ class DecodingPress(BasePress):
         compression_interval: of no effect: each step evicts, so the cache never holds more than `target_size`.
         target_size: tokens kept. A longer prompt is cut, too.
         hidden_states_buffer_size: of no effect: nothing is buffered.
+
+    Raises:
+        InputError: the press rates no tokens, or a number is below 1.
     """
 
     base_press: ScorerPress | AdaKVPress

@@ -170,7 +170,11 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return ContextPair(prompt, tuple(continuation), first, length)
 
     def _cut(self, text: str, ids: Sequence[int], room: int) -> tuple[tuple[int, ...], int, int]:
-        """Return a prompt's last tokens, how many are read before the eviction, and how many a budget refers to."""
+        """Return a prompt's last tokens, how many are read before the eviction, and how many a budget refers to.
+
+        Raises:
+            InputError: the prompt has no text before its question.
+        """
         lost = max(0, len(ids) - room)
         kept = tuple(ids[lost:])
         # the last token is read after the cut: its logits score the first token that follows

@@ -107,7 +107,11 @@ def _filled(sentence: str, options: list[str], right: int) -> Choice:
 
 
 def _copa(row: Mapping[str, Any]) -> Choice:
-    """Return a question of COPA. Premise and choice are joined by "because" or "therefore", as in lm-eval."""
+    """Return a question of COPA. Premise and choice are joined by "because" or "therefore", as in lm-eval.
+
+    Raises:
+        ValueError: the question is neither for a cause nor for an effect.
+    """
     link = {"cause": "because", "effect": "therefore"}.get(row["question"])
     if link is None:
         raise ValueError(f"'question' is {row['question']!r}, neither 'cause' nor 'effect'")

@@ -69,7 +69,11 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
 
 
 def _question(line: str, place: str, text: str | None) -> UserQuestion:
-    """Return a line of ``--questions`` as a question; without a text of its own it is about ``text``."""
+    """Return a line of ``--questions`` as a question; without a text of its own it is about ``text``.
+
+    Raises:
+        InputError: the line is no JSON object, or has no text and none was given.
+    """
     try:
         entry = parse(line.encode("utf-8", "surrogatepass"))  # `parse` refuses half a character
     except ValueError as error:

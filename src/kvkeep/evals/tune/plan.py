@@ -211,7 +211,11 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: tor
 
 
 def _case(name: str) -> Case:
-    """Return the name of a case after a check that it is one."""
+    """Return the name of a case after a check that it is one.
+
+    Raises:
+        InputError: there is no such case.
+    """
     if name not in CASES:
         raise InputError(f"case={name!r} is no case; use {', '.join(CASES[:-1])} or {CASES[-1]}.")
     return next(case for case in CASES if case == name)  # `name` itself is any text to a type checker

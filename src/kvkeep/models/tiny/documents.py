@@ -329,7 +329,10 @@ def _keys(rng: random.Random, n: int, lexicon: Lexicon, kinds: Sequence[str]) ->
 
 
 def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float, lead: str) -> Question:
-    """Return the question about the fact at an index. That fact stands last among the question's facts."""
+    """Return the question about the fact at an index: the text, a space and ``ask``, word for word.
+
+    That fact stands last among the question's facts. Choices are the values of all facts of its kind, its own included.
+    """
     asked = facts[at]
     same = tuple(fact.value for fact in facts if fact.kind.name == asked.kind.name)
     ordered = (*facts[:at], *facts[at + 1 :], asked)
