@@ -3,7 +3,8 @@
 Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
   Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
-  `recent`, `decay` and the presets are kvkeep's own: a narrow window needs more recent tokens than its own.
+  `recent`, `decay` and the presets are kvkeep's own: a narrow window needs more recent tokens than its own, and with
+  `recent` layers with sliding windows get less of a budget.
 Fails when: the question comes in a later turn, so that the end of the prompt does not show it.
 """
 
@@ -13,7 +14,7 @@ from typing import ClassVar, final
 
 from kvkeep.budget import between
 from kvkeep.policies._prefill import ObservationWindow
-from kvkeep.policies.base import option
+from kvkeep.policies.base import Defaults, option
 from kvkeep.types import Budget
 
 
@@ -37,6 +38,11 @@ class SnapKV(ObservationWindow):
   booktitle = {Advances in Neural Information Processing Systems},
   year      = {2024},
 }"""
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
+        """Return that layers with sliding windows, whose tokens expire anyway, get less if `recent` is set."""
+        return Defaults(layer_budget="sliding:0.5") if self.recent else Defaults()
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """Return how many first and newest tokens are never evicted: 0, and the observation window or `recent`."""
