@@ -493,7 +493,7 @@ def test_heads_divide_a_budget_as_soon_as_a_token_goes(name, policy, length, rul
         with torch.inference_mode():
             for piece in prompt.split([length - 2, 2, 5], dim=1):
                 logits = net(input_ids=piece, past_key_values=cache).logits
-        found.append((logits, *(layer.block.budget for layer in cache.bounded_layers().values())))
+        found.append((logits, *(torch.as_tensor(layer.block.budget) for layer in cache.bounded_layers().values())))
         found[-1] += tuple(cache.positions(number) for number in cache.bounded_layers())  # slot by slot
     assert all(map(torch.equal, *found))
 
