@@ -471,6 +471,33 @@ def test_while_all_tokens_fit_slots_are_used_where_they_lie(policy, rule, kv_bit
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.parametrize("rule", ["global:0.1", "ada:0.1"])
+@pytest.mark.parametrize(
+    ("name", "policy", "length"),
+    [
+        ("llama", "snapkv:window=2,decode=grow,room=6", 18),  # room for generated tokens
+        ("llama", "snapkv:window=2,keep_prompt=0.5", 18),  # a share for the prompt
+        ("gemma2", "snapkv:window=2", 10),  # the oldest token leaves a window that is full
+    ],
+)
+def test_heads_divide_a_budget_as_soon_as_a_token_goes(name, policy, length, rule, monkeypatch):
+    """Also where the budget itself would hold all tokens: a row then gets the same beside a longer one, which makes
+    all rows divide theirs."""
+    net, found = model(name), []
+    prompt = torch.tensor([prompt_of(3, length + 5)], device=DEVICE)
+    for divides in (None, lambda *_: True):
+        if divides is not None:
+            monkeypatch.setattr(Layer, "_divides", divides)
+        cache = BoundedCache(net.config, policy, 20, head_budget=rule)
+        cache.phase = Phase.PREFILL
+        with torch.inference_mode():
+            for piece in prompt.split([length - 2, 2, 5], dim=1):
+                logits = net(input_ids=piece, past_key_values=cache).logits
+        found.append((logits, *(torch.as_tensor(layer.block.budget) for layer in cache.bounded_layers().values())))
+        found[-1] += tuple(cache.positions(number) for number in cache.bounded_layers())  # slot by slot
+    assert all(map(torch.equal, *found))
+
+
 @torch.inference_mode()
 def run(cache, ids):
     return model("llama")(input_ids=ids, past_key_values=cache).logits[:, -1]

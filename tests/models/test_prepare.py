@@ -376,6 +376,16 @@ def test_the_layer_of_the_logits_is_packed_in_float32_alone():
             assert model(torch.arange(2, 9)[None]).logits.dtype is torch.float32
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_float32_in_a_model_whose_dtype_changes_after_it_was_prepared(tied):
+    model, _ = fused_copy(made(tie_word_embeddings=tied))
+    for dtype, kind in ((torch.bfloat16, FusedHead), (torch.float32, FusedLinear), (torch.float16, FusedHead)):
+        fuse_modules(model.to(dtype))
+        assert type(model.lm_head) is kind
+        with torch.inference_mode():
+            assert model(torch.arange(2, 9)[None]).logits.dtype is torch.float32
+
+
 @pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
 def test_weights_of_many_rows_are_packed(monkeypatch, rows, kind):
     monkeypatch.setattr("kvkeep.models.packed_weights.faster", lambda *_: True)

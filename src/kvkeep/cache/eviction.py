@@ -311,6 +311,19 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
     return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))
 
 
+def all_stay(policy: Policy, budget: Int[Tensor, "B 1"], *, window: int | None) -> Int[Tensor, "B 1"]:
+    """Return how many tokens a row may have seen at the end of a prompt so that certainly none of them has to go.
+
+    Args:
+        policy: may leave a part of the budget free: for generated tokens, or beside a prompt that it cuts to a share.
+        budget: of every head of each row.
+        window: sliding window of the layer, which the oldest token leaves once it is full.
+    """
+    most = torch.as_tensor(share_of(policy, budget)) if keeps_share(policy) else budget
+    most = most - (policy.grows.room if policy.grows else 0)
+    return most if window is None else most.clamp(max=window - 1)
+
+
 def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
     """Return the policy's scores, raised to infinity for protected tokens (`ranking.protect`)."""
     return _shielded(policy, view, _scores(policy, view, state))

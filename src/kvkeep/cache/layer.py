@@ -22,7 +22,7 @@ from kvkeep import budget as budgets
 from kvkeep.backends.base import AttentionInputs, Backend, SecondReading
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each, until_burst
-from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
+from kvkeep.cache.eviction import all_stay, append, check_pins, check_room, cut, evict, fused, fused_step
 from kvkeep.cache.layer_block import BlockPlan, backend_for, lead_of, pin_read, store_for
 from kvkeep.cache.prompt_kv import LayerPrompts
 from kvkeep.cache.shared_budget import SharedBudget
@@ -500,13 +500,16 @@ class Layer:
         """Return whether a step over a prompt may change the budgets of heads that divide one; ``True`` also where the
         question would make the host wait.
 
-        While all tokens fit, the rules give heads equal budgets.
+        While every token stays, the rules give heads equal budgets.
         """
         if self.policy.spreads is None:
             return False
         if not self.block.seen.is_cpu or self.heads.ranks > 1:
             return True  # the question itself would wait for a GPU, or for other processes
-        return not self.block.is_even(self.block.seen + (T if real is None else real.sum(dim=1)))
+        if (budget := self.block.equal_budgets()) is None:
+            return True
+        seen = self.block.seen + (T if real is None else real.sum(dim=1))
+        return bool((seen[:, None] > all_stay(self.policy, budget, window=self.window)).any())
 
     @contextlib.contextmanager
     def _opened(self, *, in_place: bool = False) -> Iterator[None]:

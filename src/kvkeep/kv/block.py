@@ -252,14 +252,10 @@ class Block:
         """Replace the pinned spans of all rows."""
         self.pins = spans.table(rows, self.seen.device)
 
-    def is_even(self, seen: Int[Tensor, " B"]) -> bool:
-        """Return whether all heads among which a budget is divided have equal budgets, which so many tokens fit into.
-
-        Args:
-            seen: tokens of each row.
-        """
-        budget = budgets.table(self.budget, seen)
-        return bool((budget == budget[:, :1]).all() and (seen[:, None] <= budget[:, :1]).all())
+    def equal_budgets(self) -> Int[Tensor, "B 1"] | None:
+        """Return the budget of each row if all heads among which it is divided have the same, otherwise ``None``."""
+        budget = budgets.table(self.budget, self.sequences)  # of which each row has one, also in a `JointBlock`
+        return budget[:, :1] if bool((budget == budget[:, :1]).all()) else None
 
     def divide(self) -> None:
         """Divide the pool among its heads by their budgets. The slots lose their content."""

@@ -101,9 +101,9 @@ class PartBlock(Block):
         super().pin(rows)
         self.whole.pins = self.pins
 
-    def is_even(self, seen: Int[Tensor, " B"]) -> bool:
-        """Return whether the heads of all layers have equal budgets, which so many tokens fit into."""
-        return self.whole.is_even(seen)
+    def equal_budgets(self) -> Int[Tensor, "B 1"] | None:
+        """Return the budget of each row if the heads of all layers have the same, otherwise ``None``."""
+        return self.whole.equal_budgets()
 
     def divide(self) -> None:
         """Do nothing: the function `divide` gives the heads of all layers their ranges."""

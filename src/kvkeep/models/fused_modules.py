@@ -403,10 +403,13 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
 
 
 def fuse_head(model: Any) -> None:
-    """Turn the fused layer that computes a model's logits in half precision into a `FusedHead`, in place."""
+    """Turn the fused layer that computes a model's logits into a `FusedHead`, in place; in a model that is no longer in
+    half precision back into a `FusedLinear`, which can be packed.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(head) is FusedLinear and head.weight.dtype is not torch.float32:
-        object.__setattr__(head, "__class__", FusedHead)
+    if isinstance(head, FusedLinear | FusedHead):
+        kind = FusedHead if head.weight.dtype.itemsize < torch.float32.itemsize else FusedLinear
+        object.__setattr__(head, "__class__", kind)
 
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:

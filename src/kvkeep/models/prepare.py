@@ -91,10 +91,10 @@ def fuse_modules(model: nn.Module) -> int:
     trials: Trials = {}
     norms = [module for module in modules if _fuse_norm(module, trials)]
     linear = fusable(modules)
+    fuse_linear(linear)
+    fuse_head(model)  # also where it has been fused before: the model's dtype may be another one by now
     if not norms and not linear:  # all that can be fused has been
         return 0
-    fuse_linear(linear)
-    fuse_head(model)
     # a gate is fused from fused products, a layer from all fused parts, and a decoder from fused layers
     gates = [module for module in modules if _fuse_gate(module, trials)]
     for module in modules:

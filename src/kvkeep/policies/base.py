@@ -65,7 +65,7 @@ class HeadBudgets:
 
     Attributes:
         heads: method that returns these budgets from the scores of the heads' tokens. The sum over a row's heads must
-            stay the same.
+            stay the same, and they must be equal where no token has to go: it may not be asked then.
         most: method that returns the largest budget of a head, from the budget of a layer and its number of heads.
         ceilings: set if the heads of all layers share their budgets; otherwise those of one layer do. A method that
             returns upper limits of the budgets of some heads, from their scores and the number of all heads.
