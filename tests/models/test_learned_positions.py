@@ -159,7 +159,7 @@ def test_a_change_between_two_steps(change):
     torch.testing.assert_close(steps(model, change), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("given", [{"attention_mask"}, {"position_ids"}, {"attention_mask", "position_ids"}], ids=str)
+@pytest.mark.parametrize("given", [("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")], ids=str)
 def test_positions_that_are_given_or_follow_from_the_mask(given, calls):  # noqa: F811
     plain, model = pair(name="opt")
     steps(model)
