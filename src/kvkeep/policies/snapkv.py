@@ -4,7 +4,7 @@ Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapk
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
   Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
   `recent`, `decay` and the presets are kvkeep's own: a narrow window needs more recent tokens than its own, and with
-  `recent` layers with sliding windows get less of a budget.
+  `recent` and decode=score layers with sliding windows get less of a budget.
 Fails when: the question comes in a later turn, so that the end of the prompt does not show it.
 """
 
@@ -41,8 +41,9 @@ class SnapKV(ObservationWindow):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
-        """Return that layers with sliding windows, whose tokens expire anyway, get less if `recent` is set."""
-        return Defaults(layer_budget="sliding:0.5") if self.recent else Defaults()
+        """Return that layers with sliding windows, whose tokens expire anyway, get less if `recent` is set
+        and generated tokens compete."""
+        return Defaults(layer_budget="sliding:0.5") if self.recent and self.decode == "score" else Defaults()
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """Return how many first and newest tokens are never evicted: 0, and the observation window or `recent`."""
