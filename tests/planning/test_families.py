@@ -6,7 +6,9 @@ import zlib
 import pytest
 from model_folders import folder
 from transformers import (
+    Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -53,6 +55,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**GATED),
     "qwen3, biases, head dim": Qwen3Config(**GATED, attention_bias=True, head_dim=16, tie_word_embeddings=True),
     "smollm3": SmolLM3Config(**GATED),
+    "gemma": GemmaConfig(**GATED, head_dim=16),
+    "gemma2": Gemma2Config(**GATED, head_dim=16, sliding_window=16),
+    "gemma2, other layers": Gemma2Config(**GATED, layer_types=TYPES, attention_bias=True),
     "gemma3": Gemma3TextConfig(**GATED | {"num_hidden_layers": 7}, head_dim=16, sliding_window=16),
     "gemma3, other layers": Gemma3TextConfig(**GATED, layer_types=TYPES, tie_word_embeddings=False),
     "phi3": Phi3Config(**GATED),

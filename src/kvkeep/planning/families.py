@@ -60,6 +60,7 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("bos_token_id", "pad_token_id", "unk_token_id"), _is_id),
     "eos_token_id": lambda value: all(map(_is_id, value)) if isinstance(value, list) else _is_id(value),
     "use_cache": lambda value: type(value) is bool,
+    "use_bidirectional_attention": lambda value: value is None or value is False,
     "pretraining_tp": lambda value: type(value) is int,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "dropout", "activation_dropout"), _is_share),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "layerdrop", "partial_rotary_factor"), _is_share),
@@ -285,13 +286,7 @@ def _gemma2(of: _Fields) -> _Counted:
 
 
 def _gemma3(of: _Fields) -> _Counted:
-    """Count a text model of the family of Gemma 3: every sixth layer has full attention.
-
-    Raises:
-        _Unknown: attention is bidirectional, or a field is unusual.
-    """
-    if of.flag("use_bidirectional_attention", False):
-        raise _Unknown
+    """Count a text model of the family of Gemma 3: every sixth layer has full attention."""
     bias, layers = of.flag("attention_bias", False), of.number("num_hidden_layers")
     pattern = of.number("_sliding_window_pattern", of.found.get("sliding_window_pattern", 6))
     types = [_SLIDING if (number + 1) % pattern else _FULL for number in range(layers)]
@@ -380,8 +375,7 @@ _FAMILIES = {
         _gemma3,
         "Gemma3ForCausalLM",
         _GATED
-        | {"attention_bias", "sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"}
-        | {"use_bidirectional_attention"},
+        | {"attention_bias", "sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"},
         is_tied=True,
     ),
     "phi3": _Family(_phi3, "Phi3ForCausalLM", _GATED | {"sliding_window"}),
