@@ -447,13 +447,13 @@ def test_one_layer_shares_as_ada_does():
 def test_while_all_tokens_fit_slots_are_used_where_they_lie(policy, rule, kv_bits, monkeypatch):
     """The heads keep equal budgets as if these were divided at each piece, and so does all that comes later."""
     ids, found, in_place = batch(2, 70), [], []
-    whole = PooledStore.in_place
+    even = PooledStore.even
 
     def noted(store):
-        in_place.append(whole(store))
+        in_place.append(even(store))
         return in_place[-1]
 
-    monkeypatch.setattr(PooledStore, "in_place", noted)
+    monkeypatch.setattr(PooledStore, "even", noted)
     for divides in (None, lambda *_: True):
         if divides is not None:
             monkeypatch.setattr(Layer, "_divides", divides)

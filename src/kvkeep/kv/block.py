@@ -212,12 +212,16 @@ class Block:
             in_place: whether the step leaves the heads' budgets as they are. Then nothing is copied where slots and
                 state can be used where they lie.
         """
-        store = (self.store.in_place() if in_place else None) or self.store.opened()
-        if store is self.store:
+        if not isinstance(self.store, PooledStore):
             return self
-        other = copy.copy(self)
-        other.store = store
-        other.state = self.state | {name: store.side_by_side(held) for name, held in self.of_slots().items()}
+        other, view = copy.copy(self), self.store.even() if in_place else None
+        if view is None:
+            other.store = self.store.opened()
+            own = {name: other.store.side_by_side(held) for name, held in self.of_slots().items()}
+        else:
+            other.store = self.store.seen_by(view)
+            own = {name: view.of(held) for name, held in self.of_slots().items()}
+        other.state = self.state | own
         return other
 
     def close(self, opened: Block) -> None:

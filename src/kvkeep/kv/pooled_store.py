@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,6 @@ from torch import Tensor
 from kvkeep.errors import ShapeError
 from kvkeep.kv.slot_codec import KeyTransform, LazySlots, Tokens, Vectors, nothing
 from kvkeep.kv.store import QUANTIZED, DenseStore, Store, by_bits
-from kvkeep.kv_bits import Bits
 from kvkeep.types import EMPTY, Ranges, Slots, View
 
 
@@ -142,6 +141,27 @@ def put_back(pool: Tensor, index: Int[Tensor, "B Hk S"], content: Tensor) -> Non
     pool.view(-1, *inner).index_copy_(0, index.flatten(), content.reshape(index.numel(), *inner))
 
 
+class EvenView(NamedTuple):
+    """Where the slots of heads lie in a pool if all of them own equally many, one head after the other.
+
+    Attributes:
+        first: the first entry of the first head.
+        heads: number of heads.
+        size: slots of a head.
+    """
+
+    first: int
+    heads: int
+    size: int
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the pool's entries, ``(B, P, ...)``, in the order of the slots, ``(B, Hk, size, ...)``,
+        without a copy.
+        """
+        B, _, *inner = numbers.shape
+        return numbers.narrow(1, self.first, self.heads * self.size).view(B, self.heads, self.size, *inner)
+
+
 # A store for heads with budgets of their own: each head owns a range of one pool per row.
 
 
@@ -248,18 +268,28 @@ class PooledStore(Store):
         """Return the slots side by side."""
         return OpenedPool(self)
 
-    def in_place(self) -> Store | None:
-        """Return the slots as a store that lies in the pool, without a copy, for a step that leaves the ranges as they
-        are. ``None`` unless all heads of all rows own equally many slots at the same places, in main memory.
+    def even(self) -> EvenView | None:
+        """Return how to look at the pool without a copy, with slots side by side; ``None`` unless all heads of all rows
+        own equally many slots at the same places, in main memory.
         """
         if not (self.sizes.is_cpu and self.sizes.numel()):
             return None
-        first, size = int(self.starts[0, 0]), int(self.sizes[0, 0])
-        places = torch.arange(first, first + self.sizes.shape[1] * size, size or 1)  # a step of 0 is an error
-        if not (size and torch.equal(self.starts, places.expand_as(self.starts)) and bool((self.sizes == size).all())):
-            return None
-        found: Store = EVEN[self.bits](self, first, size)
-        return found
+        view = EvenView(int(self.starts[0, 0]), self.sizes.shape[1], int(self.sizes[0, 0]))
+        starts = view.first + view.size * torch.arange(view.heads)
+        alike = torch.equal(self.starts, starts.expand_as(self.starts)) and bool((self.sizes == view.size).all())
+        return view if alike else None
+
+    def seen_by(self, view: EvenView) -> Store:
+        """Return the slots as a store that is a view of the pool, for a step that leaves the ranges as they are."""
+        tensors = {**self.vectors.each(view.of).tensors, **self.vectors.of_rows, "positions": view.of(self.entries)}
+        return self.dense_over(tensors)
+
+    def dense_over(self, tensors: Mapping[str, Tensor]) -> Store:
+        """Return a store of the same number of bits whose slots lie side by side, over tensors named as in
+        `OpenedPool.per_row`.
+        """
+        kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
+        return kind(*self.no_token(), 0).over(tensors)
 
     def slots(self) -> Slots:
         """Return copies of the slots, side by side."""
@@ -458,39 +488,7 @@ class OpenedPool(Store):
         """Return a store over other tensors, named as in `per_row`, with slots side by side in the same number of
         bits.
         """
-        kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
-        return kind(*self.pool.no_token(), 0).over(tensors)
-
-
-class EvenPool(Store):
-    """A base of stores whose slots are a view of a pool in which all heads own equally many slots, one after the other.
-
-    Args:
-        pool: the store that owns the slots.
-        first: the first entry of the first head.
-        size: slots of a head.
-    """
-
-    kind: ClassVar[type[Store]]
-
-    def __init__(self, pool: PooledStore, first: int, size: int):
-        self._first_entry, self._size, self._heads = first, size, pool.sizes.shape[1]
-        vectors, positions = pool.vectors.each(self.side_by_side), self.side_by_side(pool.entries)
-        shown = self.kind(*pool.no_token(), 0).over({**vectors.tensors, **vectors.of_rows, "positions": positions})
-        vars(self).update(vars(shown))  # so that it is that store, over views of the pool
-
-    def side_by_side(self, numbers: Tensor) -> Tensor:
-        """Return numbers of the pool's entries in the order of the slots, ``(B, Hk, size, ...)``, without a copy."""
-        B, _, *inner = numbers.shape
-        return numbers.narrow(1, self._first_entry, self._heads * self._size).view(B, self._heads, self._size, *inner)
-
-
-_KINDS: tuple[type[Store], ...] = (DenseStore, *QUANTIZED.values())
-
-EVEN: dict[Bits, type[Any]] = {
-    kind.bits: type(f"Even{kind.__name__}", (EvenPool, kind), {"kind": kind}) for kind in _KINDS
-}
-"""Stores that are a view of a pool, by the bits of their numbers."""
+        return self.pool.dense_over(tensors)
 
 
 # The kind of store for a layout of slots and a number of bits.

@@ -94,12 +94,6 @@ class Store(abc.ABC):
         """
         return self
 
-    def in_place(self) -> Store | None:
-        """Return the store as a step works on it that moves no slot from one head to another, without a copy; ``None``
-        if that cannot be.
-        """
-        return self
-
     def close(self) -> None:  # noqa: B027  nothing to do
         """Write the content of an opened store to where it lies in memory."""
 
