@@ -66,11 +66,12 @@ class Local:
         gone: replicas that have ended, of which the router has not heard yet.
         leaving: replicas that take no more requests, and end with their last answer.
         late: replicas that are leaving, of which the router has not heard yet.
+        held: replicas whose answers wait, so that an answer cannot end before a test has looked.
     """
 
     def __init__(self, apps, rows):
         self.apps, self.rows = apps, rows
-        self.asked, self.dead, self.gone, self.leaving, self.late = [], set(), set(), set(), set()
+        self.asked, self.dead, self.gone, self.leaving, self.late, self.held = [], set(), set(), set(), set(), set()
 
     def here(self):
         return {name: self.rows for name in self.apps if name not in self.dead | self.leaving}
@@ -86,8 +87,9 @@ class Local:
             while True:
                 coming = asyncio.ensure_future(anext(messages))
                 try:
-                    while not (await asyncio.wait({coming}, timeout=0.01))[0]:
+                    while not (await asyncio.wait({coming}, timeout=0.01))[0] or replica in self.held:
                         self._check(replica)
+                        await asyncio.sleep(0.001)  # a wait for what has come already returns without a pause
                     self._check(replica)
                     message = coming.result()
                 except StopAsyncIteration:
