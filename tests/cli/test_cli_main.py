@@ -257,6 +257,19 @@ def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):
     assert ["cuda:0:", "Card", "0,", "24.0", "GB"] in shown
 
 
+def test_versions_are_shown_before_torch_is_imported(monkeypatch):
+    def broken():
+        raise OSError("libtorch_cpu.so: cannot open shared object file")
+
+    monkeypatch.setattr(env, "_missing_kernel", broken)
+    result = invoke("env")
+    assert result.exit_code != 0
+    shown = [line.split() for line in result.stdout.splitlines()]
+    assert ["kvkeep", kvkeep.__version__] in shown
+    assert any(line[:1] == ["policies"] for line in shown)
+    assert not any(line[:1] == ["devices"] for line in shown)
+
+
 # arguments of Python as flags
 
 

@@ -317,10 +317,10 @@ def _cut(word: str) -> str:
     return word if len(word) <= _LONGEST else f"{word[: _LONGEST // 2]}…{word[-_LONGEST // 2 :]}"
 
 
-def facts(rows: dict[str, str]) -> Table:
-    """Return names and values as a table of two columns without lines."""
+def facts(rows: dict[str, str], *, name_width: int = 0) -> Table:
+    """Return names and values as a table of two columns without lines, the first with at least so many characters."""
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=name_width)
     grid.add_column(overflow="fold")
     for name, value in rows.items():
         grid.add_row(name, printable(value))

@@ -45,22 +45,28 @@ def env(
     """Show versions, devices, memory and policies, as a bug report needs them; and with MODEL, how it would run."""
     if model is not None:
         folder.check(model)
-    if missing := _missing_kernel():
-        console.note(missing)
-    prepared = None if model is None else _prepared(model)
-    facts: dict[str, Any] = {
+    versions: dict[str, Any] = {
         "kvkeep": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         **{package: _version(package) for package in _PACKAGES},
-        **_hardware(),
         "policies": _policies(),
-        **({} if prepared is None else {"model": model, **prepared}),
     }
+    if not json:  # versions need no torch, whose import takes a second, and they stand there even if it fails
+        _show(versions)
+    if missing := _missing_kernel():
+        console.note(missing)
+    seen = _hardware() | ({} if model is None else {"model": model, **_prepared(model)})
     if json:
-        console.write_json(facts)
+        console.write_json(versions | seen)
     else:
-        console.out().print(console.facts({name.replace("_", " "): _show(name, fact) for name, fact in facts.items()}))
+        _show(seen)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    """Write facts to standard output, in columns that those of a further call continue."""
+    rows = {name.replace("_", " "): _fact_text(name, fact) for name, fact in facts.items()}
+    console.out().print(console.facts(rows, name_width=max(map(len, _PACKAGES))))
 
 
 def _missing_kernel() -> str | None:
@@ -162,7 +168,7 @@ def _policies() -> list[str]:
         return [f"cannot be listed: {error}"]
 
 
-def _show(name: str, fact: Any) -> str:
+def _fact_text(name: str, fact: Any) -> str:
     """Return a fact as a text for the terminal."""
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
