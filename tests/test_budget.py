@@ -76,8 +76,9 @@ def test_a_taper_goes_through_all_of_the_budget_or_is_refused():
     ("number", "windows", "want"),
     [
         (100, [512, None, 512, None], [25, 175, 25, 175]),
-        (100, [40, None, 512, None], [10, 152, 25, 152]),  # layers hold no more than their windows anyway
-        (4096, [512, 512, 512, None], [128, 128, 128, 4096 + 3 * 384]),
+        (100, [40, None, 512, None], [25, 145, 25, 145]),  # layers hold no more than their windows anyway
+        (1024, [512, 512, 512, None], [256, 256, 256, 1024 + 3 * 256]),
+        (4096, [512, 512, 512, None], [512, 512, 512, 4096]),  # a budget with room for whole windows takes nothing away
         (10, [64, 64, None], [8, 8, 14]),  # the least of every layer
         (20, [4, 4, None], [8, 8, 20]),  # windows below the least: there is nothing to leave
         (20, [4, 64, None], [8, 8, 32]),

@@ -217,8 +217,9 @@ def per_layer(
             (Scissorhands: later layers need more). A negative number reverses it.
             ``pyramid:20``: a line from nearly twice the budget down to a 20th of it (PyramidKV).
             ``taper:0.5``: a line from half above the budget to half below it (SpAtten).
-            ``sliding:0.25``: a quarter for layers with a sliding window, and what they leave for the others in equal
-            parts. The sum is at most that of equal budgets, none above its layer's window.
+            ``sliding:0.25``: a quarter for layers with a sliding window, but no more than the window, and what they
+            leave for the others in equal parts. From a budget of four windows on they lose nothing. The sum is at most
+            that of equal budgets.
         budget: tokens per layer on average.
         layers: number of layers.
         least: slots that every layer gets before the rest is spread. ``taper`` spreads everything, and every layer must
@@ -248,12 +249,10 @@ def per_layer(
 
 def _beside_windows(share: float, budget: int, windows: Sequence[int | None], least: int) -> list[int]:
     """Return a share of the budget for each layer with a sliding window, and for the others what these leave, each the
-    same.
-
-    A layer's share is of what it can use: its window where that is smaller than the budget.
+    same. No layer takes more than its window.
     """
     held = [min(budget, window) for window in windows if window is not None]
-    narrow = [max(least, round(share * number)) for number in held]
+    narrow = [max(least, min(round(share * budget), number)) for number in held]
     others = len(windows) - len(held)
     # a window smaller than `least` is all that its layer takes, however large its budget is
     taken = map(min, narrow, held)

@@ -350,8 +350,8 @@ LAYER_BUDGET = Parameter(
     name="layer_budget",
     kind=str,
     help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, taper:0.5, sliding:0.25 (a "
-    "quarter for layers with a sliding window), or calibrated:FILE with the persistence.json of [b]kvkeep analyze[/b]. "
-    "Default: the policy's own rule.",
+    "quarter for layers with a sliding window, at most the window), or calibrated:FILE with the persistence.json of "
+    "[b]kvkeep analyze[/b]. Default: the policy's own rule.",
     group=MEMORY,
     metavar="RULE",
     words=("uniform", "ramp:0.2", "pyramid:20", "taper:0.5", "sliding:0.25", "calibrated:"),

@@ -447,7 +447,7 @@ def test_the_conversation_of_another_model_weights_or_version(model, tmp_path):
     file, found = tmp_path / "sessions" / "one" / "memory.kvkeep", saved(tmp_path)
     replace(found, fingerprint=replace(found.fingerprint, weights="0" * 16)).save(file)
     assert "Different: weights" in refused(model, "-s", "one", said=["the dog"])
-    file.write_bytes(file.read_bytes().replace(b'\\"version\\":1', b'\\"version\\":9'))
+    file.write_bytes(file.read_bytes().replace(b'\\"version\\":2', b'\\"version\\":9'))
     assert "format 9" in refused(model, "-s", "one", said=["the dog"])
     file.write_bytes(b"torn")
     assert "is no snapshot that can be used" in refused(model, "-s", "one", said=["the dog"])

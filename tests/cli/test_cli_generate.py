@@ -573,3 +573,16 @@ def test_a_model_folder_can_be_relative(tmp_path: Path, monkeypatch: pytest.Monk
 def test_numbers_of_sampling_are_checked_in_the_api_too():
     with pytest.raises(kvkeep.InputError, match="seed"):
         SamplingParams(seed=2**63)
+
+
+@pytest.mark.parametrize("budget", [[], ["-b", "90"]])
+def test_what_fits_is_kept_in_layers_with_windows_too(budget):
+    """The default policy gives such layers half of a budget, but not where the budget holds the whole text."""
+    told = (*budget, "-p", PROMPT, "-n", "40", "--dtype", "float32", "--temperature", "0")
+    gemma = model_folders.folder("gemma3")
+    result = generate(*told, model=gemma)
+    assert "nothing was evicted" in " ".join(result.stderr.split())
+    assert result.stdout.split() == generate(*told, "--policy", "full", model=gemma).stdout.split()
+    found = as_json(*told, model=gemma)
+    assert (found["layer_budget"], found["lost_mass"]["decode"]) == ("uniform", 0)
+    assert as_json(*told, "--layer-budget", "sliding:0.5", model=gemma)["lost_mass"]["decode"] > 0

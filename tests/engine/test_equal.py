@@ -60,6 +60,16 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
     assert not engine.busy
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("policy", [kvkeep.policies.DEFAULT, kvkeep.policies.CONVERSATION])
+def test_budgets_of_two_windows_and_the_whole_text_keep_everything(name, policy):
+    """Layers with windows get half of a budget under these policies, which is all that they can use here."""
+    requests = [Request(prompt=prompt_of(i, 60), sampling=SamplingParams(max_new_tokens=20)) for i in range(2)]
+    full, found = (Engine(model(name), policy=it, budget=80, rows=2).generate(requests) for it in ("full", policy))
+    assert [result.token_ids for result in found] == [result.token_ids for result in full]
+    assert all(result.lost_mass.decode == 0 for result in found)
+
+
 @functools.cache
 def three_prompts(policy, budget, chunk):
     """The tokens that follow three prompts of different lengths in two rows."""

@@ -199,7 +199,8 @@ CHANGES = {
     "states in a list": (about(states=[]), "does not describe its states"),
     "a state of a strange number": (about(states={"-1": []}), "is no number of a layer"),
     "a setting that is a text": (about(states={"0": [["a", None, "b"]]}), "the state of layer 0 is not described"),
-    "a later format": (made(version=2), "it has format 2, and this kvkeep reads formats up to 1; update kvkeep"),
+    "a later format": (made(version=3), "it has format 3, and this kvkeep reads formats up to 2; update kvkeep"),
+    "shares of windows as they were": (made(version=1, layer_budget="sliding:0.25"), "gave layers with windows other"),
     "an unknown part": (made(more=1), "does not have the parts of this format"),
     "a policy that is a list": (made(policy=["h2o"]), "the policy of its fingerprint is"),
     "a policy without end": (made(policy="x" * 10**6), "the policy of its fingerprint is"),
@@ -217,6 +218,15 @@ def test_a_file_whose_header_lies(name, good, tmp_path):
     change(header, found)
     said = refused(tmp_path, joined(header, found, tensors))
     assert any(part in said for part in message.split("|")), said
+
+
+def test_a_file_of_the_first_format_opens(good, tmp_path):
+    header, found, tensors = parts(good)
+    made(version=1)(header, found)
+    (tmp_path / "first.kvkeep").write_bytes(joined(header, found, tensors))
+    (tmp_path / "good.kvkeep").write_bytes(good)
+    first, second = (Snapshot.load(tmp_path / name) for name in ("first.kvkeep", "good.kvkeep"))
+    assert not first.fingerprint.differences(second.fingerprint)
 
 
 def overwritten(good, name, index, value, kind="<i"):

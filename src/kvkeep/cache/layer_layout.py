@@ -383,3 +383,12 @@ def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -
         return tokens
     protected = (sum(map(int, each.protected(tokens))) for each in (policy, *others))
     return min(DEFAULT_BUDGET, max(tokens, *protected))
+
+
+def rule_for_layers(budget: int, tokens: int) -> str | None:
+    """Return the rule that spreads the budget of rows of at most so many tokens over layers: ``uniform`` where it holds
+    all of them, so that no layer evicts; ``None`` otherwise, which is the policy's own.
+
+    A policy's own rule, which gives some layers less than the budget, would evict there what has room.
+    """
+    return "uniform" if tokens <= budget else None

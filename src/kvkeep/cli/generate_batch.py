@@ -32,6 +32,7 @@ from kvkeep.cli.generate_run import (
     with_file_settings,
     with_keep_prompt,
     with_memory_settings,
+    with_rule_for_layers,
 )
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import BatchBar, batch_progress
@@ -458,6 +459,8 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
     with _open(batch.output) as output:
         tell(output)
         budget = _budget(request, policy, survey, output)
+        if memory is None:
+            request = with_rule_for_layers(request, budget, survey.longest)
         settings = settings_of(request, policy, budget, defaults, memory)
         output.agree(settings)
         output.check(survey.digests, survey.batch_lines)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvkeep import budget as budgets
 from kvkeep import engine as engines
-from kvkeep.cache.layer_layout import Layout, default_budget
+from kvkeep.cache.layer_layout import Layout, default_budget, rule_for_layers
 from kvkeep.cli import console
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
@@ -374,6 +374,8 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
     tokenization.check_length(checkpoint, tokens, sampling.max_new_tokens)
     budget = _choose_budget(request, policy, tokens)
+    if memory is None:
+        request = with_rule_for_layers(request, budget, tokens + sampling.max_new_tokens)
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
@@ -384,6 +386,12 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
         levels(layout, budget, pins)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     return PreparedRequest(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
+
+
+def with_rule_for_layers(request: GenerateOptions, budget: int, tokens: int) -> GenerateOptions:
+    """Return the options with equal layers where the user has named no other rule and the budget holds all tokens."""
+    named = request.layer_budget is not None or request.head_budget is not None
+    return request if named else replace(request, layer_budget=rule_for_layers(budget, tokens))
 
 
 def sampling_of(request: GenerationOptions) -> SamplingParams:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.attention_probe import keeps_states
-from kvkeep.cache.layer_layout import Layout, default_budget, default_policy
+from kvkeep.cache.layer_layout import Layout, default_budget, default_policy, rule_for_layers
 from kvkeep.errors import InputError, PolicyError, UnsupportedModelError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
@@ -311,7 +311,9 @@ def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, 
         policy.check(_room(policy, slots, prompt))
         # some policies need a prompt in one piece
         chunk = None if len(prompt.sizes) == 1 else prompt.sizes[0]
-        Layout.of(checkpoint.config, policy, prefill_chunk=chunk).spread(_room(policy, slots, prompt))
+        room = _room(policy, slots, prompt)
+        layers = rule_for_layers(room, prompt.length)
+        Layout.of(checkpoint.config, policy, prefill_chunk=chunk, layer_budget=layers).spread(room)
 
 
 def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:

@@ -15,7 +15,7 @@ from kvkeep import budget as budgets
 from kvkeep.attention_probe import BoundedAttention, FullCache, next_logits, wrap_layers
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.eviction import protected_slots
-from kvkeep.cache.layer_layout import windows_of
+from kvkeep.cache.layer_layout import rule_for_layers, windows_of
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.support import unwrapped
 from kvkeep.policies.base import Policy
@@ -231,7 +231,8 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
     """
     heard: dict[int, Heard] = {}
     # chunks go through all layers, as in an engine: those of a cache would keep layers from sharing a budget
-    cache = BoundedCache(model.config, overheard(policy, heard.__setitem__), budget)
+    layers = rule_for_layers(budget, prompt.length)
+    cache = BoundedCache(model.config, overheard(policy, heard.__setitem__), budget, layer_budget=layers)
     watches = wrap_layers(cache, lambda layer: BoundedAttention(layer, prompt.length))
     ledger, read, ids = Ledger.of(0, prompt.length), 0, list[int]()
     pieces = [(piece, Phase.PREFILL) for piece in prompt.chunks()]

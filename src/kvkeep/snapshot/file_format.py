@@ -297,7 +297,12 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     # not isinstance: true is an int as well
     if type(version) is int and version > FORMAT:
         raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
-    found = {"head_budget": None, "kv_bits": None, "adapter": None, **found}  # files that know of no such setting
+    if version == 1 and type(version) is int:
+        other_shares = str(found.get("layer_budget")).startswith("sliding")
+        why = "an earlier version wrote it, which gave layers with windows other shares; read the text again"
+        check(not other_shares, why)
+        version = FORMAT
+    found = {"head_budget": None, "kv_bits": None, "adapter": None, **found, "version": version}
     names = {field.name for field in dataclasses.fields(Fingerprint)}
     check(found.keys() == names and version == FORMAT, "its fingerprint does not have the parts of this format")
     if isinstance(found["layer_budget"], list):

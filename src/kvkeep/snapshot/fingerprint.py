@@ -13,8 +13,9 @@ from kvkeep.errors import PolicyError, SnapshotError
 if TYPE_CHECKING:
     from kvkeep.policies.base import Policy
 
-FORMAT = 1
-"""Version of the contents and of the file. Higher ones are refused."""
+FORMAT = 2
+"""Version of the contents and of the file. Higher ones are refused. In version 1 layers with sliding windows had other
+shares of a budget."""
 
 _PASSING = {
     *("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"),
