@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model_folders
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -15,6 +16,7 @@ sys.path.insert(0, str(BENCH))
 import hard  # noqa: E402
 import heads  # noqa: E402
 import kvzip  # noqa: E402
+import pretrained  # noqa: E402
 import quality  # noqa: E402
 import split_texts  # noqa: E402
 
@@ -123,6 +125,23 @@ def test_the_commands_are_run_in_folders_of_their_protocols(tmp_path, monkeypatc
     assert {folder for folder, _ in places} == {"main-later", "rest-later", "main-inside", "rest-inside"}
     for command in commands:  # a folder takes one number of questions
         assert command[command.index("--limit") + 1] == ("400" if "main" in command[-1] else "128")
+
+
+@pytest.mark.parametrize(("every", "cells"), [(False, "10%,20%,50%"), (True, "5%,10%,20%,50%")])
+def test_a_pretrained_model_is_measured_by_one_command(every, cells, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(subprocess, "run", lambda words: asked.append(words) or subprocess.CompletedProcess(words, 0))
+    folder = str(model_folders.folder("gemma3"))
+    told = ["pretrained.py", folder, "--text", "test.txt", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", told + ["--all"] * every)
+    with pytest.raises(SystemExit) as ended:
+        pretrained.main()
+    (words,), names = asked, pretrained.policies(folder, every=every)
+    assert (ended.value.code, words[words.index("--policies") + 1]) == (0, ",".join(names))
+    assert words[words.index("--budgets") + 1] == cells
+    assert ("vase" in names) == every
+    assert "spatten" not in names  # refuses layers with windows
+    assert ("spatten is left out: " in capsys.readouterr().err) == every
 
 
 def test_policies_are_all_there_and_known():
