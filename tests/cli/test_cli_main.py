@@ -266,7 +266,6 @@ def test_versions_are_shown_before_torch_is_imported(monkeypatch):
     assert result.exit_code != 0
     shown = [line.split() for line in result.stdout.splitlines()]
     assert ["kvkeep", kvkeep.__version__] in shown
-    assert any(line[:1] == ["policies"] for line in shown)
     assert not any(line[:1] == ["devices"] for line in shown)
 
 

@@ -50,13 +50,12 @@ def env(
         "python": platform.python_version(),
         "platform": platform.platform(),
         **{package: _version(package) for package in _PACKAGES},
-        "policies": _policies(),
     }
     if not json:  # versions need no torch, whose import takes a second, and they stand there even if it fails
         _show(versions)
     if missing := _missing_kernel():
         console.note(missing)
-    seen = _hardware() | ({} if model is None else {"model": model, **_prepared(model)})
+    seen = {**_hardware(), "policies": _policies()} | ({} if model is None else {"model": model, **_prepared(model)})
     if json:
         console.write_json(versions | seen)
     else:
@@ -66,7 +65,9 @@ def env(
 def _show(facts: dict[str, Any]) -> None:
     """Write facts to standard output, in columns that those of a further call continue."""
     rows = {name.replace("_", " "): _fact_text(name, fact) for name, fact in facts.items()}
-    console.out().print(console.facts(rows, name_width=max(map(len, _PACKAGES))))
+    shown = console.out()
+    shown.print(console.facts(rows, name_width=max(map(len, _PACKAGES))))
+    shown.file.flush()  # a pipe would hold the versions back until the rest is there
 
 
 def _missing_kernel() -> str | None:
