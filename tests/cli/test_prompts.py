@@ -265,6 +265,13 @@ def test_a_text_that_just_exceeds_its_budget():
     assert "so short a text needs no budget" in said
 
 
+def test_a_prompt_that_is_cut_to_a_share_of_its_budget():
+    words = ("-p", PROMPT, "-n", NEW, "-b", PROMPT_TOKENS + NEW, "--keep-prompt", 0.5, "--policy", "h2o:recent=2")
+    said = " ".join(generate(*words).stderr.split())
+    assert "of the attention at the prompt's end" in said
+    assert "nothing was evicted" not in said
+
+
 def test_a_comparison_says_so_too():
     result = generate("-p", PROMPT, "-n", NEW, "--compare")
     assert "nothing was evicted" in " ".join(result.stderr.split())
