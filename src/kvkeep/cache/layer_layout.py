@@ -281,7 +281,7 @@ class Layout:
         """
         room = self.room(budget)
         if keeps_share(self.policy):  # to which a prompt is cut, however much room there is
-            room = share_of(self.policy, min(map(budgets.smallest, self.slots(budget))))
+            room = int(share_of(self.policy, min(map(budgets.smallest, self.slots(budget)))))
         return room is None or tokens <= room - (self.policy.grows.room if self.policy.grows else 0)
 
 
