@@ -69,7 +69,7 @@ def test_budgets_of_some_windows_and_the_whole_text_keep_everything(name, policy
     requests = [Request(prompt=prompt_of(i, length), sampling=sampling) for i, length in enumerate((60, 3, 31))]
     full, found = (Engine(model(name), policy=it, **rows).generate(requests) for it in ("full", policy))
     assert [result.token_ids for result in found] == [result.token_ids for result in full]
-    assert all(result.lost_mass.decode == 0 for result in found)
+    assert not any(result.lost_mass.decode for result in found)  # `later` measures none
 
 
 @functools.cache
