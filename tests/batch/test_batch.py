@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import model_folders
 import processes
 import pytest
 import torch
@@ -300,6 +301,22 @@ def test_half_a_character_in_a_field_comes_through(tmp_path):
         result = run("-i", source, "-o", tmp_path / "out.jsonl")
         assert result.exit_code == 0, result.output
     assert completions(tmp_path / "out.jsonl")[1]["id"] == "\ud83d"
+
+
+@pytest.mark.parametrize("begun", ["uniform", None])
+def test_a_job_goes_on_with_the_rule_for_layers_with_which_it_began(begun, tmp_path):
+    """An appended line may be longer than the budget, and an output may be older than the choice of a rule."""
+    words = (str(model_folders.folder("gemma3")), "-b", 90, "-n", 4)
+    lines = [{"prompt": "the quick brown fox " * times} for times in (3, 4, 40)]
+    target, source = tmp_path / "out.jsonl", write(tmp_path / "in.jsonl", *lines[:2])
+    assert run(*words, "-i", source, "-o", target).exit_code == 0
+    assert '"layer_budget": "uniform"' in target.read_text()
+    if begun is None:
+        target.write_text(target.read_text().replace('"layer_budget": "uniform", ', ""))
+    result = run(*words, "-i", write(source, *lines), "-o", target)
+    assert result.exit_code == 0, result.output
+    made = [entry[COMPLETION]["made_by"].get("layer_budget") for entry in completions(target).values()]
+    assert made == [begun] * 3
 
 
 @pytest.mark.slow

@@ -586,3 +586,5 @@ def test_what_fits_is_kept_in_layers_with_windows_too(budget):
     found = as_json(*told, model=gemma)
     assert (found["layer_budget"], found["lost_mass"]["decode"]) == ("uniform", 0)
     assert as_json(*told, "--layer-budget", "sliding:0.5", model=gemma)["lost_mass"]["decode"] > 0
+    heads = as_json(*told, "--head-budget", "ada", model=gemma)
+    assert (heads["layer_budget"], heads["lost_mass"]["decode"]) == ("uniform", 0)

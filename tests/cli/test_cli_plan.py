@@ -251,6 +251,16 @@ def test_notes(tmp_path: Path):
     assert any("quantised weights" in note and "float32" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [(("--layer-budget", "uniform"), True), ((), False), (("--policy", "h2o:keep_prompt=0.5"), False)],
+)
+def test_what_is_kept_is_known_layer_by_layer(words: tuple[str, ...], kept: bool):
+    """Layers with windows get half of a budget of 90 by default, and a prompt may get a share."""
+    notes = as_json("--context", 90, "--budget", 90, *words, model=model_folders.folder("gemma3"))["notes"]
+    assert any("nothing is evicted" in note for note in notes) == kept
+
+
 def test_layers_without_keys_and_values_are_named(tmp_path: Path):
     file = tmp_path / "hybrid.json"
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import Layout, rule_for_layers
 from kvkeep.cli.generate_run import _percent
 from kvkeep.cli.main import app
 from kvkeep.engine.admission import check_room
@@ -204,7 +204,8 @@ def evicted(policy: str, budget: int, family: str) -> bool:
     """Whether a head of a cache lost a token in such a run."""
     with quiet(), torch.inference_mode():
         model, tokenizer = load(model_folders.folder(family))
-        cache = kvkeep.BoundedCache(model.config, policy, budget=budget)
+        layers = rule_for_layers(budget, FED + 1)
+        cache = kvkeep.BoundedCache(model.config, policy, budget=budget, layer_budget=layers)
         inputs = tokenizer(PROMPT, return_tensors="pt")
         model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     held = [head for layer in range(len(cache.layers)) for head in positions(cache, layer)]
@@ -263,6 +264,13 @@ def test_a_short_text():
 def test_a_text_that_just_exceeds_its_budget():
     said = " ".join(generate("-p", PROMPT, "-n", NEW, "-b", FED - 1).stderr.split())
     assert "so short a text needs no budget" in said
+
+
+def test_a_prompt_that_is_cut_to_a_share_of_its_budget():
+    words = ("-p", PROMPT, "-n", NEW, "-b", PROMPT_TOKENS + NEW, "--keep-prompt", 0.5, "--policy", "h2o:recent=2")
+    said = " ".join(generate(*words).stderr.split())
+    assert "of the attention at the prompt's end" in said
+    assert "nothing was evicted" not in said
 
 
 def test_a_comparison_says_so_too():

@@ -16,7 +16,7 @@ from kvkeep.kv_bits import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies import FALLBACK
 from kvkeep.policies._head_budgets import PROFILE, beside, joint_refusal, under
-from kvkeep.policies._keep_prompt import check_budget, check_read
+from kvkeep.policies._keep_prompt import check_budget, check_read, keeps_share, share_of
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 
@@ -272,6 +272,17 @@ class Layout:
         """
         pairs = zip(map(budgets.smallest, self.slots(budget)), self.windows.values(), strict=True)
         return min((number for number, window in pairs if window is None or number < window), default=None)
+
+    def keeps_all(self, budget: int, tokens: int) -> bool:
+        """Return whether a sequence of so many tokens certainly loses none, but to sliding windows.
+
+        Raises:
+            BudgetError: see `slots`.
+        """
+        room = self.room(budget)
+        if keeps_share(self.policy):  # to which a prompt is cut, however much room there is
+            room = int(share_of(self.policy, min(map(budgets.smallest, self.slots(budget)))))
+        return room is None or tokens <= room - (self.policy.grows.room if self.policy.grows else 0)
 
 
 def _profile(

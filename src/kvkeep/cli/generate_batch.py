@@ -19,7 +19,7 @@ from kvkeep import budget as budgets
 from kvkeep.batch.input import InputLine, digest, read_lines, reason_of
 from kvkeep.batch.output import LAYOUT, OutputFile
 from kvkeep.batch.survey import Judge, Survey, TokenCounts, foreign, problem, remove_bad, write_bad
-from kvkeep.cache.layer_layout import default_budget
+from kvkeep.cache.layer_layout import default_budget, rule_for_layers
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
@@ -460,7 +460,7 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
         tell(output)
         budget = _budget(request, policy, survey, output)
         if memory is None:
-            request = with_rule_for_layers(request, budget, survey.longest)
+            request = with_rule_for_layers(request, _rule_for_layers(budget, survey, output))
         settings = settings_of(request, policy, budget, defaults, memory)
         output.agree(settings)
         output.check(survey.digests, survey.batch_lines)
@@ -649,6 +649,16 @@ def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: Ou
         f"budget {earlier}, with which {output.name} was begun; with another output file it would be {default}"
     )
     return earlier
+
+
+def _rule_for_layers(budget: int, survey: Survey, output: OutputFile) -> str | None:
+    """Return the rule by which layers share the budget: that of an earlier run of this job, whose input may have got
+    longer lines since, or the one for its longest line.
+    """
+    fitting = rule_for_layers(budget, 0)
+    if output.made_by:  # another rule that it names is refused later
+        return fitting if output.made_by.get("layer_budget") == fitting else None
+    return rule_for_layers(budget, survey.longest)
 
 
 def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, settings: dict[str, object]) -> Writer:

@@ -43,6 +43,7 @@ from kvkeep.models.load import find, process_group, quiet
 from kvkeep.models.message_tokens import system_spans
 from kvkeep.models.tiny import embedded
 from kvkeep.pins import Spans, spans
+from kvkeep.policies._head_budgets import PROFILE
 from kvkeep.policies._keep_prompt import keeping
 from kvkeep.policies.base import Policy, share_kept
 from kvkeep.policies.registry import available, label, parse, spec, split
@@ -375,7 +376,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     tokenization.check_length(checkpoint, tokens, sampling.max_new_tokens)
     budget = _choose_budget(request, policy, tokens)
     if memory is None:
-        request = with_rule_for_layers(request, budget, tokens + sampling.max_new_tokens)
+        request = with_rule_for_layers(request, rule_for_layers(budget, tokens + sampling.max_new_tokens))
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
@@ -388,10 +389,10 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     return PreparedRequest(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
 
 
-def with_rule_for_layers(request: GenerateOptions, budget: int, tokens: int) -> GenerateOptions:
-    """Return the options with equal layers where the user has named no other rule and the budget holds all tokens."""
-    named = request.layer_budget is not None or request.head_budget is not None
-    return request if named else replace(request, layer_budget=rule_for_layers(budget, tokens))
+def with_rule_for_layers(request: GenerateOptions, rule: str | None) -> GenerateOptions:
+    """Return the options with a rule for layers, unless the user has named one, or a profile, which is one as well."""
+    named = request.layer_budget is not None or str(request.head_budget).startswith(PROFILE)
+    return request if named else replace(request, layer_budget=rule)
 
 
 def sampling_of(request: GenerationOptions) -> SamplingParams:
@@ -536,11 +537,10 @@ def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
         return f"{job.name} keeps every token"
     if job.layout.policy.spreads or job.layout.profile:
         return None  # a head may have less than the budget
-    room = job.layout.room(result.budget)
-    if room is None:
-        return "nothing was evicted: every layer's sliding window fits the budget"
-    if fed > room - (job.policy.grows.room if job.policy.grows else 0):
+    if not job.layout.keeps_all(result.budget, fed):
         return None
+    if job.layout.room(result.budget) is None:
+        return "nothing was evicted: every layer's sliding window fits the budget"
     return f"nothing was evicted: the text of {console.count(fed + 1, 'token')} is not longer than the budget"
 
 

@@ -179,7 +179,8 @@ def notes(made: Plan) -> list[str]:
         said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
     if found.is_quantized and setting.weights_memory is None:
         said.append(_quantized(setting))
-    if setting.policy.evicts and setting.budget >= setting.context:
+    holds = setting.budget >= setting.context and setting.layout().keeps_all(setting.budget, setting.context)
+    if setting.policy.evicts and holds:
         said.append(
             f"nothing is evicted: the budget of {setting.budget} is not smaller than the context of {setting.context}."
         )

@@ -67,8 +67,7 @@ class _Text:
     @property
     def keeps_all(self) -> bool:
         """Return whether the budget has room for every token, so that nothing is evicted."""
-        room = self.layout.room(self.budget)
-        return room is None or len(self.ids) <= room
+        return self.layout.keeps_all(self.budget, len(self.ids))
 
 
 def serve(request: RememberOptions) -> None:
