@@ -1,5 +1,6 @@
 """Recipes: every file is whole and can be run, and the paper's figures stand beside ours."""
 
+import itertools
 import json
 import math
 import re
@@ -7,6 +8,7 @@ import re
 import model_folders
 import public_files
 import pytest
+import real_folders
 from transformers import LlamaConfig, OPTConfig
 from typer.testing import CliRunner
 
@@ -17,6 +19,7 @@ from kvkeep.evals.arms import split_arms
 from kvkeep.evals.recipes import find, names, read_line
 from kvkeep.evals.tasks import choice, longbench, ruler
 from kvkeep.policies.registry import spec
+from kvkeep.result_files import ROWS
 
 KNOWN = {
     "choice": set(choice.NAMES),
@@ -235,3 +238,19 @@ def test_every_recipe_runs_on_the_embedded_model(name, tmp_path):
             ran = [parts == ("*",) or set(parts) & set(quick["parts"].split(",")) for parts in recipe.columns.values()]
             assert any(ran)
             assert all(not cell.endswith("–") for cell, there in zip(shown, ran, strict=True) if there)
+
+
+@pytest.mark.real
+def test_the_order_of_policies_is_that_of_kvpress_scripts(tmp_path):
+    """At 20 % a model of this size finds nothing under the others either; half of the text tells them apart."""
+    told = ("--recipe", "kvpress-ruler4k", "--parts", "niah_single_1", "--context", "1024", "--budgets", "50%")
+    folder = real_folders.folder("smollm2")
+    result = invoke(folder, *told, "--limit", "6", "--dtype", "float32", "--no-plots", "--json", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    ours = {row["policy"].partition(":")[0]: row["score"]["score"] for row in rows}
+    published = {name: figures[0] for name, figures in find("kvpress-ruler4k").figures.items()}
+    assert ours.keys() == published.keys()
+    for better, worse in itertools.pairwise(sorted(published, key=published.get, reverse=True)):
+        assert ours[better] >= ours[worse], (better, worse)
+    assert ours["defensivekv"] > ours["adakv"]
