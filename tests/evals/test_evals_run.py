@@ -64,6 +64,7 @@ def timeless(rows):
         ("streaming_llm,sinks=2,h2o", ["streaming_llm:sinks=2", "h2o"]),
         ("h2o:sinks=1,h2o:sinks=2", ["h2o:sinks=1", "h2o:sinks=2"]),
         ("h2o,h2o:sinks=0,h2o", ["h2o"]),
+        ("random:bursts,sinks=2,h2o", ["random:recent=64,sinks=2,buffer=64", "h2o"]),
     ],
 )
 def test_a_list_of_policies_with_commas_in_them(text, names):
