@@ -12,7 +12,7 @@ from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv_bits import check_bits
 from kvkeep.policies import _head_budgets
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import parse
+from kvkeep.policies.registry import available, parse
 
 if TYPE_CHECKING:
     from kvkeep.evals.forward import Setup
@@ -69,8 +69,10 @@ def split_arms(text: str) -> list[PolicyArm]:
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
         if "=" in piece and ":" not in piece and pieces:
-            # what follows the name first, an option or a preset, does so after a colon, the rest after commas
-            pieces[-1] += ("," if ":" in pieces[-1] else ":") + piece
+            # the first option follows a colon, those behind it or behind a preset commas; `module:Class` has a colon
+            name = pieces[-1].partition(":")[0]
+            own = 0 if name in available() else 1
+            pieces[-1] += ("," if pieces[-1].count(":") > own else ":") + piece
         else:
             pieces.append(piece)
     if not pieces:
