@@ -20,12 +20,12 @@ import kvkeep
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import KVKeepError
 from kvkeep.models.load import find
-from kvkeep.policies import CONVERSATION, DEFAULT, LATER
+from kvkeep.policies import CONVERSATION, DEFAULT, FALLBACK, LATER
 from kvkeep.policies.registry import available
 
 MAIN = (
-    *("full", DEFAULT, LATER, "snapkv", "tova", "keydiff:document", "ahakv", "h2o", "scissorhands", "streaming_llm"),
-    "local",
+    *("full", DEFAULT, LATER, FALLBACK, "keydiff:document", "snapkv", "tova", "h2o", "ahakv", "scissorhands"),
+    *("streaming_llm", "local"),
 )
 """The rules of the tables in the docs, after the full cache."""
 

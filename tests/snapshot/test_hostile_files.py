@@ -200,7 +200,11 @@ CHANGES = {
     "a state of a strange number": (about(states={"-1": []}), "is no number of a layer"),
     "a setting that is a text": (about(states={"0": [["a", None, "b"]]}), "the state of layer 0 is not described"),
     "a later format": (made(version=3), "it has format 3, and this kvkeep reads formats up to 2; update kvkeep"),
-    "shares of windows as they were": (made(version=1, layer_budget="sliding:0.25"), "gave layers with windows other"),
+    "shares of windows as they were": (
+        made(version=1, layer_budget="sliding:0.25", budget=100),  # more than its layers have
+        "gave layers with windows other shares",
+    ),
+    "shares of windows without a budget": (made(version=1, layer_budget="sliding:0.25", budget="8"), "the budget of"),
     "an unknown part": (made(more=1), "does not have the parts of this format"),
     "a policy that is a list": (made(policy=["h2o"]), "the policy of its fingerprint is"),
     "a policy without end": (made(policy="x" * 10**6), "the policy of its fingerprint is"),
@@ -220,8 +224,12 @@ def test_a_file_whose_header_lies(name, good, tmp_path):
     assert any(part in said for part in message.split("|")), said
 
 
-def test_a_file_of_the_first_format_opens(good, tmp_path):
+@pytest.mark.parametrize("rule", ["uniform", "sliding:0.25"])
+def test_a_file_of_the_first_format_opens(rule, good, tmp_path):
+    """One with a rule for windows as well, if its layers have as many slots as under equal budgets."""
     header, found, tensors = parts(good)
+    made(layer_budget=rule)(header, found)
+    good = joined(header, found, tensors)
     made(version=1)(header, found)
     (tmp_path / "first.kvkeep").write_bytes(joined(header, found, tensors))
     (tmp_path / "good.kvkeep").write_bytes(good)

@@ -655,9 +655,8 @@ def _rule_for_layers(budget: int, survey: Survey, output: OutputFile) -> str | N
     """Return the rule by which layers share the budget: that of an earlier run of this job, whose input may have got
     longer lines since, or the one for its longest line.
     """
-    fitting = rule_for_layers(budget, 0)
     if output.made_by:  # another rule that it names is refused later
-        return fitting if output.made_by.get("layer_budget") == fitting else None
+        return "uniform" if output.made_by.get("layer_budget") == "uniform" else None
     return rule_for_layers(budget, survey.longest)
 
 

@@ -41,8 +41,9 @@ class SnapKV(ObservationWindow):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
-        """Return that layers with sliding windows, whose tokens expire anyway, get less if `recent` is set
-        and generated tokens compete."""
+        """Return that layers with sliding windows, whose tokens expire anyway, get less of a budget if `recent` is set
+        and generated tokens compete.
+        """
         return Defaults(layer_budget="sliding:0.5") if self.recent and self.decode == "score" else Defaults()
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
