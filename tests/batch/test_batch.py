@@ -21,7 +21,7 @@ from kvkeep.batch.output import OutputFile
 from kvkeep.cli.main import app
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
-from kvkeep.models import fused_modules
+from kvkeep.models import packed_weights
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.policies.registry import spec
@@ -148,7 +148,7 @@ def test_a_job_goes_on_with_the_weights_laid_out_as_before(tmp_path, said, known
     number = 3 - first[COMPLETION]["line"]
     found = completions(target)[number][COMPLETION]["made_by"]["weight_layout"]
     assert [type(one) for one in found] == [bool, bool]
-    if known and said[1] and not fused_modules._works(torch.bfloat16):  # here oneDNN packs none, whatever was said
+    if known and said[1] and not packed_weights._works(torch.bfloat16):  # here oneDNN packs none, whatever was said
         said = [said[0], False]
     assert not known or found == said
 
