@@ -166,6 +166,13 @@ def test_another_process_goes_on_as_this_one(policies, tmp_path):
         assert torch.equal(torch.load(path + ".logits"), logits), path
 
 
+@pytest.mark.parametrize("policy", ["h2o:recent=2", "full"])
+def test_a_memory_that_is_loaded_and_saved_has_the_same_bytes(tmp_path, policy):
+    taken(policy=policy).save(tmp_path / "one")
+    Snapshot.load(tmp_path / "one").save(tmp_path / "two")
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+
+
 SAVE = """
 import os, sys
 from kvkeep import Snapshot

@@ -86,7 +86,7 @@ def test_a_file_is_smaller_by_the_bits(tmp_path):
 
 WRONG = {
     "bits that do not exist": (rb"\"kv_bits\":\"4\"", rb"\"kv_bits\":\"5\"", "kv_bits are '5'"),
-    "other bits": (rb"\"kv_bits\":\"4\"", rb"\"kv_bits\":\"8\"", "has torch.uint8, and its fingerprint says int8"),
+    "other bits": (rb"\"kv_bits\":\"4\"", rb"\"kv_bits\":\"8\"", "has needless exponents of its keys"),
     "no dtype": (rb"\"dtype\":\"float32\"", rb"\"dtype\":\"save___\"", "dtype is 'save___'"),
     "scales of another name": (b"key_scales", b"key_scalez", "has 1 of two tensors of scales"),
     "scales of another dtype": (b'"F16"', b'"I16"', "dtype"),

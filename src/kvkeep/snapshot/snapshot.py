@@ -236,6 +236,7 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     Raises:
         NotASnapshotError: tokens, slots or positions do not fit each other.
     """
+    order = [name for name in found if name != OCCUPIED]  # the file's, so that a memory saved again has the same bytes
     bits, places = (found.pop(name).numpy() for name in (OCCUPIED, POSITIONS))
     positions = torch.from_numpy(in_slots(shown, about, bits, places))
     occupied = positions >= 0
@@ -255,8 +256,9 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
         )
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
+    dense[POSITIONS] = positions
     numbers = {name: torch.tensor(value, dtype=torch.int64) for name, value in about.numbers.items()}
-    tensors = {**dense, POSITIONS: positions, **numbers}
+    tensors = {**{name: dense[name] for name in order}, **numbers}
     return RowCopy(tensors, cut | {POSITIONS}, positions.clone(), about.capacity, about.budget, about.pins)
 
 
