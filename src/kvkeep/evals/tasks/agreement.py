@@ -122,9 +122,10 @@ class Agreement(Task):
         last = drive.feed(ids, last_only=True)[:, -1]
         tokens, logits = [], []
         generator = torch.Generator().manual_seed(self.drawn or 0)
+        ends = list(ends_of(writer.model, writer.checkpoint.tokenizer))
         for _ in range(self.new):
-            allowed = last.clone()  # an end would leave fewer tokens to compare
-            allowed[:, list(ends_of(writer.model, writer.checkpoint.tokenizer))] = -torch.inf
+            allowed = last.clone()
+            allowed[:, ends] = -torch.inf  # an end would leave fewer tokens to compare
             if self.drawn is None:
                 tokens.append(allowed.argmax(dim=-1))
             else:
