@@ -248,7 +248,7 @@ class Block:
         """
         if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
             self.budget.copy_(budget)  # in place, for blocks that share this memory
-        else:
+        else:  # until now the heads of a row had one number
             self.budget = budget
         # + 1: a new token is written and attended before another one is evicted
         before, self.store = self.store.capacity, self.store.divided(budget + 1)
