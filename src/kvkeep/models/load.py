@@ -506,8 +506,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
     Raises:
         InputError: the device's memory is too small for a second model.
     """
-    # devices=[]: the weights are drawn on the CPU, so no other generator is touched
-    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
+    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):  # []: drawn on the CPU alone
         torch.manual_seed(seed)
         # transformers writes into the configuration that it is given
         config = copy.deepcopy(writer.model.config)
