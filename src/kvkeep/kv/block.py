@@ -98,7 +98,8 @@ class Block:
         lost: attention mass of each head, see `kvkeep.kv.lost_mass`.
         budget: slots that may stay occupied, one number or one per row.
         pins: bounds of each row's pinned spans, see `kvkeep.kv.ranking.pinned`; ``None`` if no row has any.
-        lead: how many first positions each row pins, if it pins nothing else; 0: rows may have other pins, or none.
+        lead: how many first positions stay in every row, if pins and `keep_prompt` protect no others; 0: they may
+            protect others, or none.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
@@ -168,7 +169,7 @@ class Block:
         self.store.clear(row)
         self.seen[row] = self.prompt[row] = self.lost[row] = 0
         if self.pins is not None:
-            self.pins[row] = spans.LAST
+            self.pins[row] = spans.LAST  # bounds beyond all positions pin nothing
 
     def transform_keys(self, transform: KeyTransform | None, rows: Bool[Tensor, " B"] | slice) -> None:
         """Set what is done to the keys of empty rows before they are coded; ``None``: nothing but `hadamard`.
@@ -181,6 +182,7 @@ class Block:
         """
         held, new = self.store.per_row(), {} if transform is None else transform.of_rows
         for name in held.keys() & set(TRANSFORMS):
+            # exponents and normals of 0 leave keys as they are
             held[name][rows] = new[name].to(held[name].device) if name in new else 0
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
@@ -199,6 +201,7 @@ class Block:
         coming = T if real is None else real.sum(dim=1)
         self.seen.add_(coming)  # in place: recorded steps read it at its address
         if phase is Phase.PREFILL:
+            # a row of padding alone has read nothing: its prompt ends where it did
             self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
         return positions
 
@@ -235,7 +238,7 @@ class Block:
     def remember(self, state: State) -> None:
         """Copy a policy's new state into the block's tensors, in place."""
         for name, tensor in state.items():
-            if tensor is not self.state[name]:
+            if tensor is not self.state[name]:  # a policy may return the tensor that it was given
                 self.state[name].copy_(tensor)
 
     def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
@@ -245,7 +248,7 @@ class Block:
         """
         if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
             self.budget.copy_(budget)  # in place, for blocks that share this memory
-        else:
+        else:  # until now the heads of a row had one number
             self.budget = budget
         # + 1: a new token is written and attended before another one is evicted
         before, self.store = self.store.capacity, self.store.divided(budget + 1)
@@ -413,7 +416,14 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
 
 
 def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
-    """Return zeros for the head states that a policy needs and a block lacks, by their names of `places`."""
+    """Return zeros for the head states that a policy needs and a block lacks, by their names of `places`.
+
+    Args:
+        block: the block.
+        heads: the policy's state of heads.
+        device: where the zeros are made: by default on the block's device, and on ``meta`` without memory, to be
+            counted.
+    """
     missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
     if not missing:
         return {}
@@ -529,6 +539,7 @@ def settle(
         chunk: the chunk; ``None``: none of the tokens has a slot in the block any more.
         tokens: what `Store.tokens` has returned for these tokens; ``None``: call it now.
     """
+    # slots that need no copy have stayed in place, so only what changes is written
     if chunk is not None and block.store.lying(used) is not None:
         _add(block, chunk, stays, state)
         return

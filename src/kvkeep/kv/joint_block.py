@@ -154,7 +154,7 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
     if bool((sizes.sum(dim=1) >= store.entries.shape[1]).any()):  # the last entry belongs to no head
         most, room = int(sizes.sum(dim=1).max()), store.entries.shape[1] - 1
         raise ShapeError(f"The heads of a row need {most} slots in all layers, and its pool has {room}.")
-    of_heads = numbers, sizes, sizes.cumsum(dim=1) - sizes
+    of_heads = numbers, sizes, sizes.cumsum(dim=1) - sizes  # starts over the heads of all layers, whose pool is one
     for part, *mine in zip(parts, *(x.chunk(len(parts), dim=1) for x in of_heads), strict=True):
         held = part.budget, store_of(part).sizes, store_of(part).starts
         for tensor, new in zip(held, mine, strict=True):

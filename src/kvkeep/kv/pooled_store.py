@@ -138,6 +138,7 @@ def put_back(pool: Tensor, index: Int[Tensor, "B Hk S"], content: Tensor) -> Non
     `side_by_side`.
     """
     inner = pool.shape[2:]
+    # `reshape` could return a copy, in which the content would be lost
     pool.view(-1, *inner).index_copy_(0, index.flatten(), content.reshape(index.numel(), *inner))
 
 
@@ -222,7 +223,7 @@ class PooledStore(Store):
         return made
 
     @property
-    def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]
+    def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]  # an attribute of other stores
         """Return a copy of the true positions, side by side, ``-1`` = empty."""
         return side_by_side(self.entries, self.index())
 
@@ -289,7 +290,7 @@ class PooledStore(Store):
         `OpenedPool.per_row`.
         """
         kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
-        return kind(*self.no_token(), 0).over(tensors)
+        return kind(*self.no_token(), 0).over(tensors)  # 0 slots: its own tensors are replaced at once
 
     def slots(self) -> Slots:
         """Return copies of the slots, side by side."""
@@ -426,7 +427,7 @@ class OpenedPool(Store):
 
         In a quantized pool, the first ``used`` are copied as they are stored.
         """
-        if self.bits is None:
+        if self.bits is None:  # nothing is rounded, and `slots` shows copies already
             return super().tokens(slots, used=used)
         return Tokens(self._first(used), slots.keys[:, :, used:], slots.values[:, :, used:])
 

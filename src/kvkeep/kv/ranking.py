@@ -164,6 +164,7 @@ def pooled(
         kind: ``max`` takes the largest neighbour. At the borders ``avg`` divides by the kernel, and ``mean`` by the
             number of neighbours.
     """
+    # what does not count goes to the front, so that the others are neighbours of each other
     order = positions.masked_fill(~counts, EMPTY).argsort(dim=-1, stable=True)
     ordered, inside = values.gather(-1, order), counts.gather(-1, order)
     if kind == "max":

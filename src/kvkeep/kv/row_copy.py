@@ -188,7 +188,7 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     """
     check_row(block, copy)
     _set_budget(block, row, copy.budget)
-    if copy.pins or block.pins is not None:
+    if copy.pins or block.pins is not None:  # a block without pins needs no table for a row without
         pin_row(block, row, copy.pins)
     mine = block.part(row, row + 1)
     if isinstance(mine.store, PooledStore):
@@ -237,7 +237,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
     Raises:
         ShapeError: names, shapes or dtypes of tensors differ, or the block has too few slots.
     """
-    pooled = block.store if isinstance(block.store, PooledStore) else None
+    pooled = block.store if isinstance(block.store, PooledStore) else None  # once opened, a block shows no pool
     block = block.part(0, 1).opened()
     mine = {name: tensor for name, tensor in block.per_row().items() if name not in NUMBERS}
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:

@@ -45,13 +45,15 @@ class LazySlots(Slots):
         can.
         """
 
+    # the tuple itself holds stand-ins (see `nothing`), so what reads its items gets copies
+
     def __iter__(self) -> Any:
         return iter(self.copied())
 
     def __getitem__(self, item: Any) -> Any:
         return self.copied()[item]
 
-    def _replace(self, **changes: Any) -> Slots:  # type: ignore[override]
+    def _replace(self, **changes: Any) -> Slots:  # type: ignore[override]  # copies, no longer of this class
         return self.copied()._replace(**changes)
 
     def copied(self) -> Slots:
@@ -224,7 +226,7 @@ class KeyTransform(NamedTuple):
         """
         if self.exponents is None:
             return x
-        # the bits of a float32; pow and exp2 are not exact everywhere
+        # a float32 by its bits: the exponent plus 127, from bit 23 on; pow and exp2 are not exact everywhere
         powers = ((127 + sign * self.exponents.int()) << 23).view(torch.float32)
         return x * powers.repeat_interleave(x.shape[1] // powers.shape[1], dim=1)[:, :, None]
 
@@ -390,7 +392,7 @@ class CodedSlots(LazySlots):
         self.forget()
         coded = encode_keys(keys, self.coded_keys.bits, self.transform), encode(values, self.coded_values.bits)
         for held, new in zip((self.coded_keys, self.coded_values), coded, strict=True):
-            for target, content in zip(held[:2], new[:2], strict=True):
+            for target, content in zip(held[:2], new[:2], strict=True):  # the third field is the number of bits
                 target.scatter_(2, slot[..., None].expand(content.shape), content)
         return finite(keys, values)
 
@@ -552,8 +554,10 @@ class Tokens:
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits, transform)[0], keys, values)
 
     def apart(self) -> Tokens:
-        """Return tokens that stay as they are when the slots are overwritten: copies of the new ones, unless no token
-        lies in a slot.
+        """Return the same tokens, the new ones with memory of their own. Without tokens from slots, return these tokens
+        themselves.
+
+        New ones may be views of a tensor that holds the decoded slots in front of them, and would keep all of it.
         """
         if not self.held.tensors["keys"].shape[2]:
             return self

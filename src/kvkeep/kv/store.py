@@ -54,6 +54,7 @@ class Store(abc.ABC):
         keys, values = tensors["keys"], tensors["values"]
         if cls.bits is None:
             return keys[:, :, :0], values[:, :, :0]
+        # as stored, the last axis has bytes, of which each holds 8 / bits numbers
         key_dim, value_dim = (x.shape[-1] * 8 // bits for x, bits in zip((keys, values), cls.bits, strict=True))
         shape = *keys.shape[:2], 0
         return keys.new_empty((*shape, key_dim), dtype=dtype), values.new_empty((*shape, value_dim), dtype=dtype)
@@ -359,7 +360,7 @@ class QuantizedStore(Store):
     positions: Int[Tensor, "B Hk capacity"]
 
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
-        self._slots: CodedSlots | None = None
+        self._slots: CodedSlots | None = None  # set while a step works on the store, see `opened`
         blank = Vectors.blank(like_keys, like_values, capacity, self.bits)
         self.vectors = replace(blank, transform=KeyTransform.blank(like_keys, self.bits))
         shape = (*like_keys.shape[:2], capacity)
@@ -402,7 +403,7 @@ class QuantizedStore(Store):
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
         """Return tokens for `take`, see `Store.tokens`. The first ``used`` are views of the quantized vectors."""
         held = self._first(used)
-        if slots.positions.shape[2] == used:
+        if slots.positions.shape[2] == used:  # no new token; a look at `slots.keys` would decode all slots
             return Tokens(held, *self.no_token())
         return Tokens(held, slots.keys[:, :, used:], slots.values[:, :, used:])
 

@@ -73,7 +73,7 @@ class NamedAdapters:
         self._own, self._model = dict(own), weakref.ref(model)
         self._layers = [weakref.ref(module) for module in model.modules() if _is_layer(module)]
         self._lock = threading.RLock()  # engines of several threads may share the model
-        self._active: str | None = ""
+        self._active: str | None = ""  # no adapter's name
         self._state: list[object] = []
         self.activate(None)
 
@@ -215,6 +215,7 @@ def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = Fal
     check_folders(folders)
     if not folders:
         return
+    # PEFT makes names of modules of them, in which torch allows no dots
     own = {name: f"kvkeep{number}" for number, name in enumerate(folders)}
     with _in_silence():
         for name, folder in folders.items():
@@ -261,6 +262,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
         shown = next((line for line in why if "size mismatch" in line), why[0] if why else type(error).__name__)
         raise ModelFileError(f"{problem} ({shown.replace(f'.{own}', ''):.240}). {remedy}") from error
+    # the report also lists weights of the base model and of other adapters
     missing = [key for key in report.missing_keys if own in key.split(".")]
     if surplus := sorted(report.unexpected_keys):
         raise ModelFileError(f"{problem}: the model has no {surplus[0].replace(f'.{own}', '')}. {remedy}")
@@ -370,6 +372,7 @@ def _settings(folder: str) -> dict[str, Any]:
     found = _read(place / CONFIG)
     if (kind := found.get("peft_type")) != "LORA":
         raise ModelFileError(f"{folder} is an adapter of the kind {kind!r:.40}, and kvkeep loads those of LoRA.")
+    # only the beginning is compared: PEFT takes numbers behind it, as in pissa_niter_16
     if isinstance(start := found.get("init_lora_weights"), str) and start.lower().startswith(_CHANGES_BASE):
         raise ModelFileError(
             f"The adapter in {folder} belongs to a base model that its training has changed (init_lora_weights is "
@@ -394,8 +397,10 @@ def _check_value(folder: str, name: str, value: object) -> None:
     """
     inner: list[object] = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     numbers = name in ("layers_to_transform", "rank_pattern", "alpha_pattern")
+    # to Python a bool is an int as well
     fits = isinstance(value, _OBEYED[name]) and not (isinstance(value, bool) and bool not in _OBEYED[name])
     fits = fits and all(isinstance(part, (int, float) if numbers else str) for part in inner)
+    # Python reads NaN and Infinity from JSON
     if value is not None and not (fits and all(math.isfinite(n) for n in (value, *inner) if isinstance(n, float))):
         raise ModelFileError(
             f"The adapter in {folder} has {name}={value!r:.60} in its {CONFIG}, which is no value for it. Download the "
@@ -448,7 +453,7 @@ def _merge(model: PreTrainedModel) -> None:
     """Merge the active adapter into the weights, and put the model's own modules back into their places."""
     for name, layer in list(model.named_modules()):
         if not _is_layer(layer) or any(_is_layer(above) for above in _above(model, name)):
-            continue
+            continue  # no layer of PEFT, or a part of one, which goes with the whole
         module = cast(Any, layer)
         if hasattr(module, "unload_and_optionally_merge_module"):
             plain = module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)

@@ -110,6 +110,7 @@ class PaddingMask:
 
         Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
+        # a single new token is a decode step, in which only rows that an engine leaves idle are padding
         if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
             return None
         return ~self.real[:, self.q_offset :]
@@ -133,12 +134,15 @@ def padding_mask(
     A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
     """
     expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
+    # one token comes after its prompt, with which a mask that cannot be honoured has been refused
     honoured = q_length == 1 or _same_function(mask_function, expected)
     return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size, honoured)
 
 
 def _same_function(one: object, two: object) -> bool:
-    """Return whether two mask functions have the same code and the same closure."""
+    """Return whether two mask functions have the same code and the same closure: transformers makes them anew for each
+    mask.
+    """
     if isinstance(one, FunctionType) and isinstance(two, FunctionType):
         inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
         return one.__code__ is two.__code__ and _same_function(*inner)
@@ -220,7 +224,7 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of a module whose names are those of output projections."""
     for name in NAMES:
         if isinstance(found := getattr(module, name, None), nn.Module):
-            yield getattr(found, "base_layer", found)
+            yield getattr(found, "base_layer", found)  # PEFT wraps the layer that it adapts
 
 
 def _readable(linear: nn.Module) -> bool:
@@ -251,7 +255,7 @@ def _taken(linear: nn.Module) -> int:
 
 def _stands(linear: nn.Module) -> bool:
     """Return whether a layer stores its weights as (inputs, outputs), like GPT-2's ``Conv1D``."""
-    return hasattr(linear, "nf")
+    return hasattr(linear, "nf")  # the number of its outputs, by the name that only `Conv1D` has for it
 
 
 def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
@@ -307,6 +311,7 @@ def attach(model: _Model) -> _Model:
     check_offloaded(inner)
     check_split(inner)
     text = text_config(inner)
+    # the models whose configuration is the text's: a decoder, also where it is a part of a model of images and text
     decoders = [part for part in inner.modules() if isinstance(part, PreTrainedModel) and part.config is text]
     for part in decoders or [inner]:
         check_attention(part)
@@ -383,7 +388,7 @@ def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
     Raises:
         UnsupportedOperationError: see above.
     """
-    for seen in next(iter(cache.bounded_layers().values())).seen.tolist():
+    for seen in next(iter(cache.bounded_layers().values())).seen.tolist():  # every layer has seen the same tokens
         if (why := rule.refusal(seen, seen + new)) is not None:
             raise UnsupportedOperationError(why)
 
@@ -420,6 +425,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             if transforms_keys(cache.row_snapshots.settings.kv_bits):
                 cache.transform_keys(key_transforms(cast(PreTrainedModel, model)))
         cache.check_adapters()
+        # several tokens are a prompt; an answer may grow over the border, as under transformers
         if ids.shape[1] > 1 and cache.get_seq_length() and (rule := LengthRule.of(model)):
             _check_lengths(rule, cache, ids.shape[1])
         if cache.records and ids.shape[1] > 1:

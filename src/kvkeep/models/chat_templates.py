@@ -49,7 +49,7 @@ def fill(
     """Render a conversation with the tokenizer's chat template, up to the beginning of the model's answer.
 
     A template that reads content as a list of parts gets parts. System messages that the template refuses or leaves out
-    are put before the text of the user's next message. Where the template refuses messages of one role that follow each
+    become parts of the user's messages beside them. Where the template refuses messages of one role that follow each
     other, they are joined; and where it refuses arguments of calls that are no JSON object, it gets an object that
     holds their text. Characters of control tokens are quoted, see `kvkeep.models.special_tokens`, but in an assistant's
     messages.
@@ -106,7 +106,7 @@ class ChatTemplate:
             try:
                 text = _rendered(self._given(given, variables))
             except EndlessTemplateError:
-                raise
+                raise  # each further form could take as long again
             except InputError as error:
                 refused = refused or error  # the first is of the conversation as it was sent
                 continue
@@ -169,6 +169,7 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for message in messages:
         last = found[-1] if found else None
+        # results of calls come behind the message that makes them, so nothing is joined to it
         if last and message["role"] == last["role"] in ("user", "assistant") and not last.get("tool_calls"):
             texts = [part["content"] for part in (last, message) if part["content"]]
             found[-1] = {**last, **message, "content": "\n\n".join(texts)}
@@ -202,12 +203,17 @@ def _has_text(call: Any) -> bool:
 
 
 def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) -> list[Mapping[str, Any]]:
-    """Move the text of system messages into the user's message that follows.
+    """Return the conversation with the text of system messages in the user's messages beside them.
+
+    A system message is joined to the user's message directly before it, and a user's message to the system messages
+    directly before it. System messages without such a neighbour become a message of the user by themselves.
 
     Args:
         messages: the conversation.
-        keep_first: whether the first ones become one system message, for templates that take one.
+        keep_first: whether the system messages at the beginning become one system message instead, for templates that
+            take one.
     """
+    # how many system messages the conversation begins with
     told = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM_ROLES), len(messages))
     start = told if keep_first else 0
     first = "\n\n".join(message["content"] for message in messages[:start])

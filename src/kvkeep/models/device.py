@@ -82,6 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Return a context without autocast, which would compute logits and statistics in half precision."""
+    # asked about a device that has no autocast, such as meta, torch raises an error
     active = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if active else nullcontext()
 

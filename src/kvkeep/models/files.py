@@ -135,6 +135,7 @@ _LARGEST = 2**63 - 1
 _RUST_PANIC = "PanicException"
 """Raised by tokenizers and safetensors when their Rust code panics; no subclass of `Exception`, nor importable."""
 _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?")
+"""Names of numbers of parts in configurations, such as ``num_hidden_layers``, ``n_layer`` or ``num_local_experts``."""
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
@@ -297,6 +298,7 @@ def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
             said = _FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text
+            # what is neither a folder nor on the hub may be a folder's name with an error
             return ModelFileError(said.format(name=name) + (beside(name) if "neither" in said else ""))
     if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
         return ModelFileError(refusal(f"The weights of {name}"))
@@ -449,6 +451,7 @@ def _is_inside(folder: Path, shard: str) -> bool:
     reported later.
     """
     parts = re.split(r"[/\\]", shard)
+    # no file can have a zero byte in its name, or more than 255 bytes
     if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):
         return False
     path, home = folder / shard, folder.resolve()

@@ -200,6 +200,7 @@ def _has_hooks(decoder: nn.Module) -> bool:
     """Return whether some part of a decoder has hooks, those on its rotary embedding aside, which may be kvkeep's
     own.
     """
+    # "" is the decoder itself, whose hooks run around `forward`: a trial calls that without them
     parts = (part for name, part in decoder.named_modules() if name and not name.startswith("rotary_emb"))
     return any(map(is_heard, parts))
 
@@ -280,7 +281,7 @@ def _agrees(decoder: Any) -> bool:
     token = TRIAL.set(True)
     try:
         expected = run(plain, whole, slice(0, 3)).last_hidden_state[:, -1].float()
-        for column in range(2):
+        for column in range(2):  # a prompt, and a decode step that is recorded: the third token replays it
             run(plain, steps, slice(column, column + 1))
         output = run(decoder._step, steps, slice(2, 3))
     except Exception:  # it takes something else

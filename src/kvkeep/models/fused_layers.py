@@ -221,7 +221,9 @@ class FusedCalls:
         self._attributes = [vars(part) for part in self._parts]
         self._weighted = [vars(part) for part in self._parts if part._parameters]
         self._places, self._owners = self._places_now(), [vars(owner) for owner in owners]
+        # the dicts of hooks themselves: hooks that come later are in them, unless somebody replaces a dict
         self._hooks = [*chain.from_iterable(map(_HOOKS, self._attributes))]
+        # what can change the result while modules and weights stay: epsilons, the mode of dropout, values of the trial
         names_of: list[tuple[nn.Module | None, str]] = [
             (norm, name) for norm in parts.norms() for name in EPSILON if name in vars(norm)
         ]
@@ -359,6 +361,7 @@ class FusedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where the step allows it."""
+        # transformers gives the hidden states by position, and all else by name
         out = self._decode_step(*args, **kwargs) if len(args) == 1 else None
         return super().forward(*args, **kwargs) if out is None else out
 

@@ -248,6 +248,7 @@ def described(module: nn.Module) -> Described:
     """Return the plain values and functions on which a module's output may depend besides its weights."""
     entries: list[tuple[str, str, object]] = []
     for name, part in [("", module), *module._modules.items()]:
+        # norms and linear layers are left out: what they are told is read anew in each step
         if part is None or (part._parameters and part is not module):
             continue
         if name:
@@ -272,6 +273,7 @@ def is_as_tried(module: nn.Module) -> bool:
 
 
 _GONE = object()
+"""Stands for an attribute that a module no longer has; ``None`` could be its value."""
 
 
 def _name_of_class(module: nn.Module) -> str:
@@ -300,7 +302,7 @@ def alike(module: nn.Module) -> tuple[object, ...]:
             if attribute not in _USUAL
         )
         weights = tuple((weight, None if x is None else (x.shape, x.dtype)) for weight, x in part._parameters.items())
-        alone = id(part) if part._buffers else None
+        alone = id(part) if part._buffers else None  # buffers count as neither weights nor attributes here
         key.append((name, type(part), attributes, weights, alone))
     return tuple(key)
 
@@ -344,6 +346,7 @@ def activation_of(module: nn.Module) -> int | None:
 
     It is tried in float32, whatever the model's dtype, since rounding hides the differences of some.
     """
+    # with the identity as its weights, a feed-forward layer computes its activation alone
     same = layer_ops.Linear(
         nn.Parameter(torch.eye(_TRIED_NUMBERS, dtype=torch.float32, device="cpu"), requires_grad=False), None
     )

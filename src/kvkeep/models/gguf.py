@@ -34,7 +34,7 @@ _VERSIONS = (2, 3)
 _HEADER, _LENGTH = struct.Struct("<4sIQQ"), struct.Struct("<Q")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _ALIGNMENT, _MOST_ALIGNMENT = 32, 2**16
-_MOST_DIMENSIONS = 4
+_MOST_DIMENSIONS = 4  # of ggml's tensors
 _MOST_PARTS = 1000
 _CHUNK = 2**22
 """Numbers that are unpacked at once: a whole table of embeddings in float32 would double the memory of loading."""
@@ -164,7 +164,7 @@ class GGUFFile:
             raise ModelFileError(f"{self.path} has no {name} in its metadata. Download the file again.")
         if isinstance(value, list) and value and all(part == value[0] for part in value):
             value = value[0]  # one value for each layer
-        if isinstance(value, list) and name != key:
+        if isinstance(value, list) and name != key:  # only the architecture's lists have a value per layer
             raise UnsupportedModelError(
                 f"{self.path} is of the architecture {self.architecture!r:.60} with another {key} for each layer, "
                 "which kvkeep does not read from a GGUF file. Give the model's folder with safetensors."
@@ -220,7 +220,8 @@ def _read(parts: tuple[Path, ...], _state: tuple[tuple[int, int], ...]) -> GGUFF
     for number, part in enumerate(parts):
         with _damaged(part):
             found, table = _Reader(part).read()
-        metadata = metadata or found
+        metadata = metadata or found  # the first part describes the model, the others only themselves
+        # a count of 0 is llama.cpp's mark of a file that was merged from parts
         if found.get("split.no", number) != number or found.get("split.count", len(parts)) not in (0, len(parts)):
             raise ModelFileError(
                 f"{part} is not part {number + 1} of {len(parts)}, as its name says. Download it again."

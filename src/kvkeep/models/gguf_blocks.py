@@ -24,7 +24,7 @@ class BlockType(NamedTuple):
     """How the weights of a type are made: ``scale * code + minimum``.
 
     Attributes:
-        bits: of a code.
+        bits: of a code in a `QuantizedTensor`, whose kernel reads no fewer than 4.
         group: weights that share scale and minimum.
         split: takes blocks apart.
     """

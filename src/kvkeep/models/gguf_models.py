@@ -99,6 +99,7 @@ def _experts(file: GGUFFile) -> Fields:
         "num_experts": file.integer("expert_count"),
         "num_experts_per_tok": _used(file),
         "moe_intermediate_size": file.shape("blk.0.ffn_down_exps.weight")[-1],
+        # every layer has experts
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -107,6 +108,7 @@ def _experts(file: GGUFFile) -> Fields:
 def _qwen2_moe(file: GGUFFile) -> Fields:
     """Return the fields of Qwen2-MoE."""
     width = file.shape("blk.0.ffn_down_shexp.weight")[-1]
+    # norm_topk_prob: files do not say it, and llama.cpp has one value for each of the two families
     return {**_experts(file), "shared_expert_intermediate_size": width, "norm_topk_prob": False}
 
 
@@ -194,7 +196,7 @@ def _lfm2(file: GGUFFile) -> Fields:
     heads = file.metadata["lfm2.attention.head_count_kv"]
     kinds = ["full_attention" if number else "conv" for number in heads] if isinstance(heads, list) else None
     return {
-        "block_auto_adjust_ff_dim": False,
+        "block_auto_adjust_ff_dim": False,  # the file names the width that came out of the adjustment
         "layer_types": kinds,
         "conv_L_cache": file.integer("shortconv.l_cache"),
         "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
@@ -249,7 +251,7 @@ def _of_qwen35(config: Any, name: str) -> Callable[[Tensor], Tensor] | None:
         "ssm_alpha.weight": lambda tensor: grouped(tensor, 1),
         "ssm_beta.weight": lambda tensor: grouped(tensor, 1),
         "ssm_dt.bias": lambda tensor: grouped(tensor, 1),
-        "ssm_a": lambda tensor: grouped(torch.log(-tensor), 1),
+        "ssm_a": lambda tensor: grouped(torch.log(-tensor), 1),  # the file has -exp(A_log)
     }
     return found.get(name.split(".", 2)[2]) if name.startswith("blk.") else None
 
@@ -412,7 +414,7 @@ def _rotation(file: GGUFFile) -> Fields:
 
 def _table(file: GGUFFile, name: str) -> list[float]:
     """Return a tensor of the file as a list of numbers."""
-    file.shape(name)
+    file.shape(name)  # raises the error if there is no such tensor
     return [short_float(number) for number in values(file.tensors[name], torch.float32).tolist()]
 
 

@@ -140,6 +140,7 @@ class _Handed:
 def _whole(tokens: list[str], kinds: list[int], backend: Tokenizer) -> list[str]:
     """Return the ordinary tokens that must never be split, such as ``<think>``."""
     known = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED)
+    # several spaces have other characters in Gemma's vocabulary, see `_sentencepiece`: added, they would be new tokens
     return [token for token in known if backend.token_to_id(token) is not None]
 
 

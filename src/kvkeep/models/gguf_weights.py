@@ -57,6 +57,7 @@ def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
     for parameter, source in found.items():
         stored = [file.shape(name) for name in source.names]
         shape = _joined(stored)[::-1] if source.transposed else _joined(stored)
+        # files leave out dims of 1 that parameters have, as those of a convolution
         if math.prod(shape) != math.prod(shapes[parameter]) or shape[-1:] != shapes[parameter][-1:]:
             raise ModelFileError(
                 f"{file.path}: The tensor {source.names[0]} has the shape {list(shape)}, and the model's metadata ask "
@@ -135,6 +136,7 @@ def _source(family: Family, config: Any, name: str) -> WeightSource:
     return WeightSource(
         (name,),
         heads=heads,
+        # the gated norm of linear attention multiplies with its weight alone, so nothing was added to it
         offset=family.offset if name.endswith("norm.weight") and ".ssm_norm." not in name else 0.0,
         transposed=family.transposes and matrix,
         restore=None if family.restore is None else family.restore(config, name),

@@ -95,6 +95,7 @@ def load(
         UnsupportedModelError: kvkeep cannot run this architecture; raised before any weight is read.
         InputError: unknown dtype or format, or a device that this machine does not have.
     """
+    # `read_weights` parses both again; here they are refused before anything is downloaded
     parse_dtype(dtype)
     check_format(load_in, parse_device(device))
     folders = check_names(adapters or {})
@@ -505,7 +506,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
     Raises:
         InputError: the device's memory is too small for a second model.
     """
-    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
+    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):  # []: drawn on the CPU alone
         torch.manual_seed(seed)
         # transformers writes into the configuration that it is given
         config = copy.deepcopy(writer.model.config)

@@ -221,6 +221,7 @@ def _preamble(
         both = closed([first, first])
     except InputError:  # roles must alternate
         both = once
+    # what a second message adds is a message without the beginning of a text
     again = both[len(once) :] if both.startswith(once) else ""
     if again and once.endswith(again):
         return once.removesuffix(again)

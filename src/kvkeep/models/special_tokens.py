@@ -187,6 +187,7 @@ def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _any_of(texts: Iterable[str]) -> str:
     """Return a regular expression that matches any of these texts, the longest first."""
+    # grouped by their beginnings: an expression tries its alternatives one by one at every character of a text
     by_start: dict[str, list[str]] = {}
     for text in sorted(texts, key=len, reverse=True):
         by_start.setdefault(text[:2], []).append(text)

@@ -197,7 +197,7 @@ def check_placeholders(model: PreTrainedModel, ids: Tensor, given: Mapping[str, 
     Raises:
         InputError: such a token is in the prompt. The model would read the placeholders as if they were words.
     """
-    kinds = {} if ids.is_meta else placeholders(model)
+    kinds = {} if ids.is_meta else placeholders(model)  # on the meta device, ids have no numbers
     if not kinds or any(name not in _TEXT and _some(value) for name, value in given.items()):
         return
     found = set(ids.flatten().tolist()) & kinds.keys()

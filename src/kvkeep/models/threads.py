@@ -144,6 +144,7 @@ def _busy() -> _Busy | None:
     Programs of low priority (nice) are left out, since they make room.
     """
     try:
+        # nice, idle and iowait are left out
         user, _, system, _, _, *interrupts = map(int, _COUNTS.read_text().split(maxsplit=8)[1:8])
         ticks = os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):  # not Linux, or not this form

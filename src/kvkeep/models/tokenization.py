@@ -441,7 +441,7 @@ def opened(
     # the end of the text is enlarged until its tokens agree with those of the whole text, since tokens may merge far
     # back
     for size in (_WINDOW * 4**power for power in itertools.count()):
-        at_end = replace(opening, tail=text[-size:].lstrip())
+        at_end = replace(opening, tail=text[-size:].lstrip())  # many templates strip messages
         found = [at_end._ids(checkpoint, probe) for probe in _PROBES]
         skip = max(0, min(_common(found[0], other) for other in found[1:]) - _MARGIN)
         left = len(found[0]) - skip

@@ -90,6 +90,7 @@ def fingerprint(model: nn.Module, adapter: str | None = _NOW) -> str:
         made = _hash(dict(sorted(_weights(model, adapter))))
         made = hashlib.sha256(f"{made}{state}".encode()).hexdigest()[:16] if state else made
         known = found[adapter] = _KnownHash(modules, modules.key(adapter), made)
+    # as soon as weights change, what `count_as` was told no longer holds
     before, counted = _counted.get(model, ("", ""))
     return counted if known.hash == before else known.hash
 
@@ -231,6 +232,7 @@ class _Modules:
             module = reference()
             if module is None or _children(module) != children:
                 return None
+            # frequencies that follow the length of a text change from run to run, so they are none of the weights
             own = module._parameters if follows_length(module) else {**module._parameters, **module._buffers}
             for name, tensor in own.items():
                 if tensor is not None:
@@ -305,7 +307,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     So an untouched rotary embedding may be computed on any device, and be rounded with the model.
     """
-    if follows_length(module):
+    if follows_length(module):  # its frequencies are those of the last text
         return
     held = {name: tensor for name, tensor in module._buffers.items() if tensor is not None and not tensor.is_meta}
     computed = held.keys() & module._non_persistent_buffers_set
@@ -314,7 +316,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if name in computed and tensor.is_floating_point():
             if (expected := usual.get(name)) is not None and _is_close(tensor, expected):
                 continue
-            yield name, tensor.bfloat16()
+            yield name, tensor.bfloat16()  # so it has the same hash in float32 and in the model's dtype
         else:
             yield name, tensor
 

@@ -191,7 +191,7 @@ _ROW = "{owner} | {thing} | {kind} | {value}"
 
 
 def _program(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Yield, for each of the facts, a comment that states it, with random lines of a program below."""
+    """Yield comments that state facts other than the given ones, each with random lines of a program below it."""
     for comment in _stated(rng, facts):
         names = {"owner": rng.choice(HELD_OUT.names).lower(), "thing": rng.choice(HELD_OUT.things)}
         yield "\n".join([comment, *(line.format(**names, n=rng.randrange(10)) for line in rng.choice(_PROGRAMS))])
@@ -321,6 +321,7 @@ def _keys(rng: random.Random, n: int, lexicon: Lexicon, kinds: Sequence[str]) ->
     """
     if not lexicon.things:
         people = [(owner, "") for owner in rng.sample(lexicon.names, n)]
+        # one list for all kinds: whoever is taken out for a fact is gone for the others
         return dict.fromkeys(kinds, people)
     width = side(n)
     owners, things = rng.sample(lexicon.names, width), rng.sample(lexicon.things, width)
