@@ -123,6 +123,7 @@ Question: TypeAlias = tuple[str, int, int, int]
 _Question = TypeVar("_Question", bound=tuple[Any, ...])
 
 Grades: TypeAlias = dict[Question, float]
+"""The grade of each question, in [0, 1]."""
 
 RESAMPLES = 2000
 """Bootstrap samples of an interval."""
@@ -177,6 +178,7 @@ def grades(rows: Iterable[Row]) -> Grades:
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
         grades_of |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
+        # tasks that do not record their texts ask one question about each
         grades_of |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
     return grades_of
 

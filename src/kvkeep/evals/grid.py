@@ -47,6 +47,7 @@ class RequestedBudget:
         Raises:
             BudgetError: a share of an empty text.
         """
+        # never 0: without a share there is a number, which a type checker cannot know
         return ratios.from_ratio(self.ratio, length) if self.ratio is not None else int(self.tokens or 0)
 
 

@@ -206,5 +206,5 @@ def _plain(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    r"""Return a text with escapes in place of characters that do not print, such as ``\\x1b``."""
+    r"""Return a text with escapes in place of characters that do not print, such as ``\x1b``."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
