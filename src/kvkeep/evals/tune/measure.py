@@ -202,7 +202,8 @@ def _ratio(excess: float) -> float:
 
 
 Outcome: TypeAlias = str | list[float]
-"""What is stored of a unit: which questions were right, as ``1`` and ``0``; or sums of losses in pieces of the text."""
+"""What is stored of a unit, a document with its questions or a window of text: which questions were right, as ``1`` and
+``0``; or sums of losses in pieces of the window."""
 
 
 class Measure(abc.ABC):
@@ -353,6 +354,7 @@ class Losses(Measure):
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Return the nats beyond the full cache's in the pieces after the budget, and the number of their tokens."""
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
+        # for a type checker, which does not see that `check` has raised
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
         # until the budget is full nothing is evicted, so no loss can differ
