@@ -149,7 +149,7 @@ def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
     for part in parts:
         if any(map(len, part)):
             logits = drive.feed(*left_padded(part), last_only=True)
-    assert logits is not None
+    assert logits is not None  # a context has one token or more
     return logits[:, -1].float()
 
 
@@ -188,7 +188,7 @@ def _add(
     likeliest.
     """
     for row, tokens in enumerate(targets):
-        if not tokens:
+        if not tokens:  # a short continuation ends before the others, and `-0:` would mean all columns
             continue
         last = logits[row, -len(tokens) :].float()  # padding stands on the left
         wanted = torch.tensor(tokens, device=last.device)
