@@ -98,7 +98,7 @@ def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _variance(clusters: Sequence[tuple[int, int]]) -> float:
-    """Return the linearised variance of a ratio of sums over clusters."""
+    """Return the linearised variance of a ratio of sums over clusters, of which there have to be two or more."""
     ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
     return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
 

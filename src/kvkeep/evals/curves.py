@@ -227,5 +227,5 @@ def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _way(row: Row) -> str:
-    """Return the parts of a case's name other than the context."""
+    """Return the parts of a case's name other than the context, such as ``ask=later``; empty if there are none."""
     return ",".join(part for part in row["case"].split(",") if not part.startswith("context="))

@@ -105,7 +105,16 @@ def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
 
 
 def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
-    """Return what ``work`` returns. Its errors become an `InputError` that says what to do otherwise."""
+    """Return what ``work`` returns.
+
+    Args:
+        work: calls the package.
+        name: what is read, for messages.
+        otherwise: a sentence that says what else can be done.
+
+    Raises:
+        InputError: ``work`` has raised an error; want of memory is handed on as it is.
+    """
     try:
         return work()
     except MemoryError:  # says nothing about the data

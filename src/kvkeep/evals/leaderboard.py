@@ -142,7 +142,7 @@ def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> st
 
 
 def _held(rows: Sequence[Row]) -> str:
-    """Return the KV memory that rows held, as a share of a full cache."""
+    """Return the KV memory that rows held, as a share of a full cache: the mean over them, in percent."""
     return f"{over([held(row) for row in rows]).mean:.0%}"
 
 

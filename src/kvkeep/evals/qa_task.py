@@ -34,7 +34,7 @@ Make = Callable[[Sequence[int], int], Drive]
 """Makes a cache for some prompts, given by their numbers; the second number is the identity of its first row."""
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class Prompt(Protocol):
     """A prompt as tokens.
 
@@ -47,7 +47,7 @@ class Prompt(Protocol):
         chat: whether it is in the chat template, if there is one.
     """
 
-    # the class above says what each is
+    # the docstring above says what each is
     @property
     def ids(self) -> Int[Tensor, " n"]: ...  # noqa: D102
 

@@ -212,7 +212,7 @@ def fingerprint(writer: Writer) -> str:
 # compare them with the piece: the data are too large to be sent, and files may differ between machines.
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class TaskSource(Protocol):
     """Something that a task comes from: a `TaskPart` in the process that has planned it, else a `PartSource`."""
 

@@ -226,6 +226,7 @@ def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequ
 # The numbers of a row, as pure functions of tensors.
 
 TENTHS = 10
+"""Parts of a text by which results count what stands where."""
 
 
 def nll(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
