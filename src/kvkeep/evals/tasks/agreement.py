@@ -146,7 +146,10 @@ class Agreement(Task):
         reference: _Reference,
         setup: Setup,
     ) -> _Followed:
-        """Feed a batch's continuation to a bounded cache; with more budgets than rows, all rows come several times."""
+        """Feed a batch's continuation to a bounded cache, and return how it followed.
+
+        With more budgets than rows, all rows come several times.
+        """
         copies = len(budgets) // len(reference.tokens)
         tokens = reference.tokens.repeat(copies, 1)
         drive = Drive(writer, policy, budgets, first=at.start, setup=setup)

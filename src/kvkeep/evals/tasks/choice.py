@@ -30,6 +30,7 @@ from kvkeep.types import MemoryUsage
 
 # MathQA's options: "a ) 38 , b ) 27", also with capitals, in a list's brackets and quotes, or with the letter twice
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
+# LLM-Adapters' choices: "Answer1: a cat Answer2: a dog"
 _MARK = re.compile(r"(?:Answer|Solution|Option)(\d): ")
 
 
@@ -168,6 +169,7 @@ def _mathqa(row: Mapping[str, Any]) -> Choice:
 
 
 _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
+"""Fields of the two texts in SuperGLUE and in GLUE."""
 
 
 def _rte(row: Mapping[str, Any]) -> Choice:
@@ -279,7 +281,13 @@ _BETWEEN = "\n\n"
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question as tokens: a pair for each choice, and the lengths of the choices in characters."""
+    """A question as tokens.
+
+    Attributes:
+        pairs: what stands before a choice, and the choice; one for each.
+        sizes: the lengths of the choices in characters, with the blank before each.
+        right: the number of the right one.
+    """
 
     pairs: tuple[ContextPair, ...]
     sizes: tuple[int, ...]

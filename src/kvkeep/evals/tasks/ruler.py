@@ -73,7 +73,11 @@ _Maker = Callable[[int, int, int], Callable[[int], Item]]
 
 
 def _makers(name: str, options: Options) -> _Maker:
-    """Return what makes the items of one of RULER's tasks: by number, context and room for the prompt in tokens."""
+    """Return what makes the items of one of RULER's tasks: by number, context and room for the prompt in tokens.
+
+    Raises:
+        InputError: the file of a question's documents is missing, or of another format.
+    """
 
     def seed(number: int) -> str:
         return f"{name} {options.seed} {number}"
