@@ -167,6 +167,7 @@ def bounded_of(asked: Arguments) -> BoundedModel:
     Raises:
         KVKeepError: the model, the policy or the budget cannot be used.
     """
+    # lm-eval would take a comma for the end of the argument
     policy, budget = parse(asked.policy.replace("+", ",")), budget_of(asked.budget)
     setup = Setup(positions=asked.positions, prefill_chunk=asked.prefill_chunk)
     with quiet():

@@ -161,6 +161,7 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
     weight = float(sum(n for _, n in tallies))
     if not weight:
         return KeptQuality(math.nan, math.nan, math.nan, 0.0)
+    # a document of which the full cache answers nothing is no unit
     if kind == "answers":
         low, high = of_clustered_share([(round(x), round(n)) for x, n in tallies if n])
         return KeptQuality(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
@@ -231,6 +232,14 @@ class Measure(abc.ABC):
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Return the outcome of a unit, compared with the full cache's: a sum, and the number of questions or
         tokens.
+
+        Args:
+            outcome: what was measured under an arm.
+            full: what was measured under the full cache.
+            budget: the arm's, up to which no loss of a text can differ.
+
+        Raises:
+            InputError: the two outcomes do not fit together.
         """
 
     @property

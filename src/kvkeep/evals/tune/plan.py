@@ -357,5 +357,5 @@ def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, A
 
 
 def _hash(text: str) -> str:
-    """Return a short hash of a text."""
+    """Return a short hash of a text: ``sha256:`` and 16 digits."""
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

@@ -147,7 +147,7 @@ FINALISTS = 2
 """Arms that are confirmed. Two tests at 97.5 % each, the end of a 95 % interval, err together in 5 % at most."""
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class Study(Protocol):
     """Measures candidates on documents; the same documents for all of them."""
 
