@@ -101,7 +101,7 @@ def _arm(text: str) -> PolicyArm:
 
 
 def _bits(text: str, word: str) -> str:
-    """Return the bits that a word of an arm says.
+    """Return the bits that a word of an arm says: a name of `KV_BITS`, or ``16`` for the model's dtype.
 
     Raises:
         InputError: slots cannot have that number of bits, or the word is meant for a rule that does not exist.

@@ -98,7 +98,7 @@ def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _variance(clusters: Sequence[tuple[int, int]]) -> float:
-    """Return the linearised variance of a ratio of sums over clusters."""
+    """Return the linearised variance of a ratio of sums over clusters, of which there have to be two or more."""
     ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
     return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
 
@@ -123,6 +123,7 @@ Question: TypeAlias = tuple[str, int, int, int]
 _Question = TypeVar("_Question", bound=tuple[Any, ...])
 
 Grades: TypeAlias = dict[Question, float]
+"""The grade of each question, in [0, 1]."""
 
 RESAMPLES = 2000
 """Bootstrap samples of an interval."""
@@ -177,6 +178,7 @@ def grades(rows: Iterable[Row]) -> Grades:
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
         grades_of |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
+        # tasks that do not record their texts ask one question about each
         grades_of |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
     return grades_of
 

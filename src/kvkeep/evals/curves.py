@@ -37,6 +37,7 @@ HIDDEN = ("needle", "passkey", "kv_retrieval", "conversation")
 """Tasks that hide something at a depth of a text."""
 
 _DEPTHS = 5
+"""Points of a curve over the depth; each joins two of the tenths that rows count by."""
 _SHARES = (-3.0, 103.0)
 """Range of an axis in percent, with room for markers at 0 and 100."""
 
@@ -69,6 +70,7 @@ def heat(rows: Sequence[Row]) -> list[Heat]:
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
         lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_policy([row]))), str(row["budget"])),
     )
+    # the task's name takes the place of the context, which `case_title` expects first
     return [
         _map(f"{name} at {budget}\n{case_title(task, ','.join(filter(None, (task, how))))}", own)
         for (task, how, name, budget), own in groups.items()
@@ -132,7 +134,7 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
-    """Plot recall over the depth of the asked fact, all contexts together, in one panel per budget."""
+    """Return plots of recall over the depth of the asked fact, all contexts together; one panel per budget."""
     return [
         _titled(
             group,
@@ -225,5 +227,5 @@ def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _way(row: Row) -> str:
-    """Return the parts of a case's name other than the context."""
+    """Return the parts of a case's name other than the context, such as ``ask=later``; empty if there are none."""
     return ",".join(part for part in row["case"].split(",") if not part.startswith("context="))

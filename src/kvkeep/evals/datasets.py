@@ -68,6 +68,7 @@ def hub_rows(place: HubDataset, otherwise: str) -> list[dict[str, Any]]:
 
 def is_saved(folder: Path) -> bool:
     """Return whether a folder looks like a data set that the package saved (`save_to_disk`)."""
+    # not `Path.is_file`, which raises for a name that no file system takes
     return any(all(os.path.isfile(folder / name) for name in names) for names in _MARKS)
 
 
@@ -104,7 +105,16 @@ def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
 
 
 def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
-    """Return what ``work`` returns. Its errors become an `InputError` that says what to do otherwise."""
+    """Return what ``work`` returns.
+
+    Args:
+        work: calls the package.
+        name: what is read, for messages.
+        otherwise: a sentence that says what else can be done.
+
+    Raises:
+        InputError: ``work`` has raised an error; want of memory is handed on as it is.
+    """
     try:
         return work()
     except MemoryError:  # says nothing about the data
@@ -204,7 +214,10 @@ class DatasetRows:
 
 
 def has(data: str | None, source: Source) -> bool:
-    """Return whether a data set is in the data folder, or may be on the hub."""
+    """Return whether a data set is in the data folder; ``None``, no folder, has none.
+
+    For the word ``hub``: whether the source names a place on the hub. The hub itself is not asked.
+    """
     if data == HUB:
         return source.hub is not None
     return data is not None and _in(data, source) is not None
@@ -228,11 +241,12 @@ def rows(
     otherwise = f"{task} also takes a folder with {' or '.join(source.names)} as `data`."
     if data == HUB and source.hub is None:
         raise InputError(f"The hub has no tables of {source.public}. {otherwise}")
-    if data == HUB and source.hub is not None:
+    if data == HUB and source.hub is not None:  # the second part is known, but not to a type checker
         found = _objects(str(source.hub), "Row", enumerate(hub_rows(source.hub, otherwise), 1))
     else:
         path = _found(data, source, task)
         if path.name == source.saved:  # a folder of the package datasets
+            # LongBench, the only source without a place on the hub, has nothing but a test split
             found = _objects(str(path), "Row", enumerate(saved(path, source.hub.split if source.hub else "test"), 1))
         elif path.suffix == ".jsonl":
             found = _objects(str(path), "Line", _lines(path))
@@ -348,7 +362,7 @@ def _whole(path: Path) -> Any:
     """
     try:
         return parse(_bytes(path))
-    except json.JSONDecodeError as error:
+    except json.JSONDecodeError as error:  # a kind of ValueError that knows the line
         raise InputError(f"{path} is no JSON: {error.msg} in line {error.lineno}.") from error
     except ValueError as error:
         raise InputError(f"{path} is no JSON: {error}.") from error
@@ -378,6 +392,6 @@ def _bytes(path: Path) -> bytes:
         kind = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "no regular file"
         raise InputError(f"{path} is {kind}. Put the file of the data set there, or remove it.")
     try:
-        return read_whole(path) or b""
+        return read_whole(path) or b""  # None: it was removed since the check
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error

@@ -51,7 +51,7 @@ class Setup:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the rule for layers and the chunk."""
+        """Check the rule for layers and the chunk. The cache checks the others, for which it needs model and policy."""
         if isinstance(self.layer_budget, str):
             # checks the rule, for which the numbers do not matter
             budgets.per_layer(self.layer_budget, budget=1, layers=1)
@@ -161,7 +161,8 @@ class Drive:
         the others were read before; ``None`` if it would not.
         """
         policy, stateful = self.cache.policy, any(state_part(layer) is not None for layer in self.cache.layers)
-        # a second reading's queries are turned by the length of the whole prompt
+        # not if tokens are evicted between chunks, if a layer has one state for all tokens, or if a second reading's
+        # queries, or all queries and keys (`follows_length`), are turned by the length of the whole prompt
         anew = policy.rereads or self._chunk is not None or stateful
         return None if anew or any(map(follows_length, self.model.modules())) else rows_to_read(policy)
 

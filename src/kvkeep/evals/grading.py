@@ -141,11 +141,12 @@ def retrieval(reply: str, answer: str) -> float:
 def code_similarity(reply: str, answer: str) -> float:
     """Return how alike the answer and the reply's first line of code are: 1 − indel distance / both lengths.
 
-    The result is rounded to whole percent.
+    The result is rounded to whole percent. A line with a backtick, ``#`` or ``//`` is a mark or a comment, not code.
     """
+    # lines are chosen, and the result rounded, as LongBench's authors do
     lines = reply.lstrip("\n").split("\n")
     line = next((text for text in lines if not ("`" in text or "#" in text or "//" in text)), "")
-    if line == answer:
+    if line == answer:  # both may be empty, and have no lengths to divide by
         return 1.0
     return round(100 * 2 * _common(line, answer) / (len(line) + len(answer))) / 100
 
@@ -153,7 +154,7 @@ def code_similarity(reply: str, answer: str) -> float:
 def classification(reply: str, answer: str, classes: Sequence[str]) -> float:
     """Return 1 divided by the number of classes that a reply names; 0 if the right class is not among them.
 
-    A class whose name is a part of the right one's does not count.
+    A class whose name is a part of the right one's does not count: a reply with the right name has it, too.
     """
     named = [name for name in classes if name in reply and not (name in answer and name != answer)]
     return 1 / len(named) if answer in named else 0.0

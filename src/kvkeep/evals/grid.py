@@ -47,6 +47,7 @@ class RequestedBudget:
         Raises:
             BudgetError: a share of an empty text.
         """
+        # never 0: without a share there is a number, which a type checker cannot know
         return ratios.from_ratio(self.ratio, length) if self.ratio is not None else int(self.tokens or 0)
 
 
@@ -126,8 +127,8 @@ class Planned:
 
     @property
     def evicts(self) -> bool:
-        """Return whether the policy evicts, and a row gets longer than its budget, or a layer or head may get less
-        than the budget.
+        """Return whether tokens may be evicted: the policy evicts, and a row gets longer than its budget, or a layer or
+        head may get less than the budget.
         """
         rows = zip(self.budgets, self.lengths, strict=True)
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"

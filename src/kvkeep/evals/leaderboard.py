@@ -142,7 +142,7 @@ def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> st
 
 
 def _held(rows: Sequence[Row]) -> str:
-    """Return the KV memory that rows held, as a share of a full cache."""
+    """Return the KV memory that rows held, as a share of a full cache: the mean over them, in percent."""
     return f"{over([held(row) for row in rows]).mean:.0%}"
 
 
@@ -206,5 +206,5 @@ def _plain(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    r"""Return a text with escapes in place of characters that do not print, such as ``\\x1b``."""
+    r"""Return a text with escapes in place of characters that do not print, such as ``\x1b``."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

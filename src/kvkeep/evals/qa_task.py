@@ -34,7 +34,7 @@ Make = Callable[[Sequence[int], int], Drive]
 """Makes a cache for some prompts, given by their numbers; the second number is the identity of its first row."""
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class Prompt(Protocol):
     """A prompt as tokens.
 
@@ -47,6 +47,7 @@ class Prompt(Protocol):
         chat: whether it is in the chat template, if there is one.
     """
 
+    # the docstring above says what each is
     @property
     def ids(self) -> Int[Tensor, " n"]: ...  # noqa: D102
 
@@ -83,6 +84,7 @@ def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) ->
 
     A text with several questions is read once under policies whose choice does not tell.
     """
+    # an unused cache has no slots yet, so that asking one what the policy needs costs nothing
     rows, number = drive(range(1), 0).end_rows, range(len(prompts))
     shared = rows is not None and len({prompt.document for prompt in prompts}) < len(prompts)
     for batch in _texts(prompts) if shared else batches([len(prompt.ids) for prompt in prompts]):
@@ -220,7 +222,7 @@ def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, end
 
 
 _MOST = 8
-"""Parts for each token of a prompt beyond which no longer text is looked for."""
+"""If so many more parts for each token of the room still fit, parts do not lengthen the text, and the search ends."""
 
 _Made = TypeVar("_Made", bound="QATask")
 
@@ -281,7 +283,14 @@ class TaskCase:
 
 @dataclass(frozen=True)
 class QATask(Task):
-    """A task of items. A subclass has a name, a version, and `make`."""
+    """A task of items. A subclass has a name, a version, and `make`.
+
+    Attributes:
+        options: the user's choices.
+        made: the cases by name.
+        about: everything that results depend on, see `settings`.
+        notes_: what `notes` returns, whose name is taken by the property.
+    """
 
     headline: ClassVar[str] = "score"
     items: ClassVar[int] = 20
@@ -428,10 +437,11 @@ def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> It
 
 
 def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
-    """Return the tokens of text, question and lead."""
+    """Return the tokens of text, question and lead, in the chat template if there is one and the item may use it."""
     if not item.chat or checkpoint.tokenizer.chat_template is None:
         return encode(checkpoint, f"{item.text}{item.question}{item.lead}", raw=True)[0]
     ids = encode(checkpoint, f"{item.text}{item.question}")[0]
+    # the lead begins the model's turn, so the blank that would part it from the question falls away
     return torch.cat([ids, encode_rest(checkpoint, item.lead.strip())[0]]) if item.lead.strip() else ids
 
 

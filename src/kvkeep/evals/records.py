@@ -52,7 +52,7 @@ class Records(RowFolder):
     """
 
     names = (ROWS, *PICTURES)
-    beginning = b'{"task": "'
+    beginning = b'{"task": "'  # a row begins with its cell, and a cell with its task
 
     def forget(self) -> None:
         """Forget all rows, which are about to be read again."""
@@ -80,6 +80,7 @@ class Records(RowFolder):
     def safe(self) -> str:
         """Return a sentence on how many finished rows are safe; empty if there is none, or their file is gone."""
         there = len(self._rows) if (self.path / ROWS).is_file() else 0
+        # in the second case `there` is 1 or 0, and 0 times a sentence is an empty one
         return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
     def manifest(self) -> dict[str, Any] | None:
@@ -192,7 +193,7 @@ def _is_budget(value: object) -> bool:
         return False
 
 
-_LENGTH = real_number(least=math.nextafter(0, 1)).called("a number above 0")
+_LENGTH = real_number(least=math.nextafter(0, 1)).called("a number above 0")  # tables divide by it
 _BYTES = real_number(least=0).called("a number of bytes")
 
 _ROW: Schema = {
@@ -220,6 +221,7 @@ for _task in ASKED:
         "by_depth": optional(_SUMS).called(_SUMS.name),
         "asked": _ASKED.called("a list of document, number and 1 or 0 for each question"),
     }
+# recall counts right answers by depth, where other tasks add up grades
 _SCORES["recall"] |= {
     "by_depth": list_of(tuple_of(whole_number(), whole_number()), TENTHS).called(f"{TENTHS} pairs of whole numbers"),
     "kept": list_of(real_number(), TENTHS).called(f"{TENTHS} numbers"),
@@ -229,6 +231,7 @@ _SCORES["recall"] |= {
 # Folders of results taken together: shards of a run, or several runs. Folders of other protocols are refused.
 
 _FEW = ("shots=",)
+"""Beginnings of the parts of a case's name that belong to its protocol."""
 
 
 @dataclass(frozen=True)

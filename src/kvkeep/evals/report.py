@@ -29,7 +29,13 @@ from kvkeep.evals.results import (
 
 @dataclass(frozen=True)
 class Table:
-    """One measure of one case: policies down, budgets across; the text of a cell that was not run is empty."""
+    """One measure of one case: policies down, budgets across.
+
+    Attributes:
+        title: what is measured, and where.
+        columns: the budgets.
+        rows: policy → a text per column; empty where the cell was not run.
+    """
 
     title: str
     columns: list[str]
@@ -200,7 +206,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             most = max(needed, key=lambda pair: abs(pair.points))
             text += (
                 f"; the largest of them, {abs(most.points):.1f} points ({_better(most)} at {most.budget}), "
-                f"would need about {_rounded(most.needed or 0)} questions"
+                f"would need about {_rounded(most.needed or 0)} questions"  # never 0, see `if needed`
             )
         texts.append(f"{text}.")
     return texts

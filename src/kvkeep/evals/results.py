@@ -122,6 +122,7 @@ MEASURES = (
     ScoreMeasure("long_generation", "length_ratio", "long generation, length relative to the full cache's"),
 )
 
+# in groups, since the formatter would give each name of a long tuple a line
 ASKED = (
     *("recall", "ruler", "choice", "longbench", "needle", "passkey", "kv_retrieval"),
     *("conversation", "summary", "diversity", "long_generation"),
@@ -193,6 +194,7 @@ def percent(row: Row) -> float:
 
 def held(row: Row) -> float:
     """Return the allocated bytes relative to a full cache."""
+    # a row in a file may say 0 bytes, see `records.fault`
     return float(row["memory"]["allocated_bytes"] / max(1, row["memory"]["full_bytes"]))
 
 

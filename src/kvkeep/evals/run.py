@@ -27,6 +27,7 @@ from kvkeep.models.tokenization import Writer
 from kvkeep.version import __version__
 
 TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
+"""Tasks that read running text, about which `kvkeep.evals.task.notes` has something to say."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class TaskPart:
     options: Options
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Return a copy of the task: the data that the copy prepares are large, and are freed with it."""
+        """Return a copy of the task: the data that the copy prepares are large, and are freed with it.
+
+        The checkpoint is not looked at: the task was made for it.
+        """
         return copy.copy(self.task)
 
 
@@ -76,7 +80,7 @@ class Grid:
         return list(dict.fromkeys([*self.about_text, *about_tasks, *grid.notes(self.planned)]))
 
     def shard(self, number: int, count: int) -> Grid:
-        """Return the same grid with every ``count``-th cell only, beginning with the ``number``-th."""
+        """Return the same grid with every ``count``-th cell only, beginning with the ``number``-th, counted from 1."""
         places = itertools.count()
         parts = [
             replace(part, planned=[planned for planned in part.planned if next(places) % count == number - 1])
@@ -208,7 +212,7 @@ def fingerprint(writer: Writer) -> str:
 # compare them with the piece: the data are too large to be sent, and files may differ between machines.
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class TaskSource(Protocol):
     """Something that a task comes from: a `TaskPart` in the process that has planned it, else a `PartSource`."""
 
@@ -266,7 +270,7 @@ class CellRunner:
 
     def __init__(self, writer: Writer, name: str, sources: Sequence[TaskSource]) -> None:
         self.writer, self._name, self._sources = writer, name, sources
-        self._part = -1
+        self._part = -1  # of no part
         self._task: Task | None = None
 
     def about(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ def values(kind: str, drawn: random.Random, n: int) -> list[str]:
 
 def words(drawn: random.Random, n: int) -> list[str]:
     """Return ``n`` different random words; pairs with a hyphen, or UUIDs, where single words do not suffice."""
-    single = sorted({*ADJECTIVES, *NOUNS})
+    single = sorted({*ADJECTIVES, *NOUNS})  # sorted, since each process has another order of a set
     if n <= len(single):
         return drawn.sample(single, n)
     pairs = [f"{adjective}-{other}" for adjective in ADJECTIVES for other in NOUNS]
@@ -163,6 +163,7 @@ def _context(
 ) -> tuple[str, list[float]]:
     """Return a text with needles in it, and their depths as shares of the text."""
     depths = drawn.sample(_DEPTHS, len(needles))
+    # as in RULER, lines of noise and needles stand below each other, and sentences of an essay in one paragraph
     if task.hay == "noise":
         hay = [NOISE] * n
     elif task.hay == "needle":
@@ -202,6 +203,7 @@ def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], dep
         kind = kind.removesuffix("s")
         changed = [("Some", "A"), ("are all", "is"), ("are", "is")]  # as RULER does, in its order
         for before, after in changed:
+            # to a type checker a tuple of any length, no longer one of three
             templates = tuple(template.replace(before, after) for template in templates)  # type: ignore[assignment]
     text, question, lead = (part.format(kind=kind, context=context, query=query) for part in templates)
     return Item(text=text, question=question, lead=lead, answers=answers, depth=depth)
@@ -466,7 +468,10 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
 
 
 def common(seed: str, context: int) -> Callable[[int], Item]:
-    """Return a function that makes a list in which ten words come often and others seldom, after a solved example."""
+    """Return a function that makes a list in which ten words come often and others seldom, after a solved example.
+
+    A list for a context below `_SHORT` tokens repeats its words less often.
+    """
     # RULER's: repetitions of common and of other words; and the words of the example, with theirs
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
@@ -494,8 +499,13 @@ def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[st
 
 
 def coded(seed: str, room: int) -> Callable[[int], Item]:
-    """Return a function that makes a text of about so many coded words, whose counts follow a zeta distribution of
-    exponent 2.
+    """Return a function that makes a text of about a given number of coded words.
+
+    The counts of different words follow a zeta distribution of exponent 2.
+
+    Args:
+        seed: chooses the words and their order.
+        room: tokens of the prompt, with which the number of different words grows.
     """
     size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
@@ -505,7 +515,8 @@ def coded(seed: str, room: int) -> Callable[[int], Item]:
         codes: dict[str, None] = {}
         while len(codes) < size:
             codes["".join(drawn.choices(string.ascii_lowercase, k=6))] = None
-        vocabulary = ["...", *list(codes)[1:]]  # the most frequent one is noise, as in RULER
+        # the most frequent one is noise; it has three dots, though the question names four: both are RULER's
+        vocabulary = ["...", *list(codes)[1:]]
         counts = [int(n / _ZETA_2 / rank**2) for rank in range(1, size + 1)]
         text = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         drawn.shuffle(text)

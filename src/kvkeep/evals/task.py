@@ -133,7 +133,7 @@ class Task(abc.ABC):
     Class attributes:
         name: the task's name, as the user writes it.
         VERSION: incremented by every change that changes results; stored with results, and never mixed.
-        headline: the number of `Outcome.score` for tables.
+        headline: the key of the most telling number in `TaskOutcome.score`.
     """
 
     name: ClassVar[str]
@@ -143,7 +143,7 @@ class Task(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Task:
-        """Return the task with its data made; no weights are needed.
+        """Return the task with its data made, for which no weights are needed.
 
         Raises:
             InputError: the data or the options cannot be used with this model.
@@ -226,6 +226,7 @@ def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequ
 # The numbers of a row, as pure functions of tensors.
 
 TENTHS = 10
+"""Parts of a text by which results count what stands where."""
 
 
 def nll(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -274,13 +275,16 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
 
 
 def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:
-    """Return the probabilities without each row's own token: the part that a cache can hold when the row arrives."""
+    """Return the probabilities with 0 for each row's own token: the part that a cache can hold when the row arrives.
+
+    The rows are the last ``R`` of ``T`` tokens.
+    """
     R, T = probabilities.shape[-2:]
     return probabilities.tril(diagonal=T - R - 1)
 
 
 def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
-    """Return each row's attention to its own token, which no policy can lose."""
+    """Return each row's attention to its own token, which no policy can lose. The rows are the last of ``T`` tokens."""
     R, T = probabilities.shape[-2:]
     return probabilities.diagonal(offset=T - R, dim1=-2, dim2=-1)
 
@@ -384,7 +388,7 @@ def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, "
     sentences = own_sentences(seed)
     text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
-        text = " ".join([text, *islice(sentences, 1 + length // 8)])
+        text = " ".join([text, *islice(sentences, 1 + length // 8)])  # `sentences` goes on where it was left
     return ids[:length]
 
 
@@ -393,8 +397,14 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
 
     The next seed starts where this one ends; after the last window comes the first.
 
+    Args:
+        ids: the text.
+        rows: most windows; a short text has fewer.
+        length: most tokens of a window; a shorter text is one window, of all its tokens.
+        seed: chooses the first window, unless all windows are taken.
+
     Raises:
-        InputError: the text is too short.
+        InputError: the text has fewer tokens than `SHORTEST`.
     """
     if len(ids) < SHORTEST:
         raise InputError(
@@ -410,6 +420,7 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
 
 def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:
     """Return a text's tokens without the begin token that the tokenizer may put in front."""
+    # the begin token stands before each window, not once before the text: `windows` adds it
     ids = encode(checkpoint, text, raw=True)[0]
     begin = checkpoint.tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[0] == begin else ids

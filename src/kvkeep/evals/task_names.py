@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvkeep.errors import InputError, closest
 
+# in groups, since the formatter would give each name of a long tuple a line
 TASK_NAMES = (
     *("recall", "perplexity", "continuation", "agreement", "mass", "ruler", "longbench", "needle", "passkey"),
     *("kv_retrieval", "choice", "summary", "diversity", "conversation", "long_generation"),

@@ -20,7 +20,7 @@ from kvkeep.policies import DEFAULT
 from kvkeep.policies.registry import parse
 
 MODEL = "kvkeep"
-_CLASS = "kvkeep.evals.lm_eval.model:KVKeepLM"
+_CLASS = "kvkeep.evals.lm_eval.model:KVKeepLM"  # as text, since its module needs lm-eval, which may be missing
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -67,6 +67,7 @@ _IGNORED = ("batch_size", "max_batch_size", "trust_remote_code")
 
 
 _NUMBERS = {"stride", "window_stride", "prefill_chunk", "max_length", "max_gen_toks", "rows"}
+"""Arguments that have to be whole numbers of 1 or more; all others are texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +153,9 @@ class Arguments:
 
 
 def _text(key: str, value: object) -> str:
-    """Return an argument that is a text, although lm-eval may have read it as a number or as true.
+    r"""Return an argument that is a text, although lm-eval may have read it as a number or as true.
 
-    In a mark, ``\n`` becomes a line break.
+    In a mark, the two characters ``\n`` become a line break, which a command line can hardly hold.
     """
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text.replace("\\n", "\n") if key.endswith("_mark") else text
@@ -166,6 +167,7 @@ def bounded_of(asked: Arguments) -> BoundedModel:
     Raises:
         KVKeepError: the model, the policy or the budget cannot be used.
     """
+    # lm-eval would take a comma for the end of the argument
     policy, budget = parse(asked.policy.replace("+", ",")), budget_of(asked.budget)
     setup = Setup(positions=asked.positions, prefill_chunk=asked.prefill_chunk)
     with quiet():

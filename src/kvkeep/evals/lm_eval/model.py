@@ -22,7 +22,7 @@ _DEVICE = ("device", "cuda:0")
 """lm-eval's default device, also on machines without CUDA; kvkeep's own choice takes its place."""
 
 
-class KVKeepLM(TemplateLM):  # type: ignore[misc]
+class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
     """A model in bounded memory, as lm-eval sees it.
 
     Args:
@@ -87,7 +87,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     @property
     def tokenizer_name(self) -> str:
         """Return the name under which lm-eval caches requests."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
+        return str(self.tokenizer.name_or_path).replace("/", "__")  # a part of a file's name
 
     @property
     def batch_size(self) -> int:

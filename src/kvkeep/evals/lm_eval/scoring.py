@@ -44,7 +44,7 @@ class ContextPair:
     length: int
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class Rule(Protocol):
     """How many tokens are kept of a text, such as `kvkeep.evals.grid.RequestedBudget`."""
 
@@ -149,7 +149,7 @@ def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
     for part in parts:
         if any(map(len, part)):
             logits = drive.feed(*left_padded(part), last_only=True)
-    assert logits is not None
+    assert logits is not None  # a context has one token or more
     return logits[:, -1].float()
 
 
@@ -175,6 +175,7 @@ def _pieces(
 ) -> Iterator[tuple[int, Int[Tensor, "B n"], Bool[Tensor, "B n"], list[tuple[int, ...]]]]:
     """Yield the continuations without their last tokens in pieces, each with its start and the tokens that follow."""
     longest = max(map(len, rows))
+    # a piece at least, though an empty one: with the first piece the first tokens are scored
     for start in range(0, max(1, longest - 1), stride):
         fed = [row[start : min(start + stride, len(row) - 1)] for row in rows]
         ids, real = left_padded([_ids(piece) for piece in fed])
@@ -188,7 +189,7 @@ def _add(
     likeliest.
     """
     for row, tokens in enumerate(targets):
-        if not tokens:
+        if not tokens:  # a short continuation ends before the others, and `-0:` would mean all columns
             continue
         last = logits[row, -len(tokens) :].float()  # padding stands on the left
         wanted = torch.tensor(tokens, device=last.device)
@@ -250,7 +251,13 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
 def _request(engine: Engine, number: int, wish: GenerationPrompt, budget: int) -> Request:
     """Return the request that continues a prompt.
 
-    The part before the cut is read now, into a snapshot, if there is one.
+    The part before the cut is read now, into a snapshot, if something precedes the cut and something follows.
+
+    Args:
+        engine: reads that part, and will run the request.
+        number: the prompt's, which identifies its row for policies with randomness.
+        wish: the prompt.
+        budget: tokens kept per layer and head.
     """
     options: dict[str, Any] = {"stop": wish.until, "sampling": wish.sampling, "sequence": number}
     if not 0 < wish.first < len(wish.ids):

@@ -57,7 +57,15 @@ class _Followed:
 @final
 @dataclass
 class Agreement(Task):
-    """Share of equal next tokens, KL(full ‖ bounded) in nats, and tokens before the first one that differs."""
+    """Share of equal next tokens, KL(full ‖ bounded) in nats, and tokens before the first one that differs.
+
+    Attributes:
+        ids: the prompts.
+        new: tokens of the continuation.
+        text: the source of the prompts.
+        drawn: the seed by which the continuation is drawn; ``None``: it is greedy.
+        references: of each batch of prompts, once `prepare` has run.
+    """
 
     name: ClassVar[str] = "agreement"
     VERSION: ClassVar[int] = 1
@@ -66,7 +74,7 @@ class Agreement(Task):
     ids: Int[Tensor, "B T"]
     new: int
     text: str
-    drawn: int | None = None  # the seed of tokens that are drawn
+    drawn: int | None = None
     references: list[_Reference] = field(default_factory=list)
 
     @classmethod
@@ -138,7 +146,10 @@ class Agreement(Task):
         reference: _Reference,
         setup: Setup,
     ) -> _Followed:
-        """Feed a batch's continuation to a bounded cache; with more budgets than rows, all rows come several times."""
+        """Feed a batch's continuation to a bounded cache, and return how it followed.
+
+        With more budgets than rows, all rows come several times.
+        """
         copies = len(budgets) // len(reference.tokens)
         tokens = reference.tokens.repeat(copies, 1)
         drive = Drive(writer, policy, budgets, first=at.start, setup=setup)
@@ -174,10 +185,10 @@ class Agreement(Task):
             if self.drawn is None:
                 tokens.append(allowed.argmax(dim=-1))
             else:
-                shares = allowed.float().softmax(dim=-1).cpu()
+                shares = allowed.float().softmax(dim=-1).cpu()  # each kind of device draws other tokens
                 tokens.append(torch.multinomial(shares, 1, generator=generator)[:, 0].to(last.device))
             last = drive.feed(tokens[-1][:, None])[:, -1]
-            logits.append(last.cpu())
+            logits.append(last.cpu())  # those of all steps would take much of a GPU's memory
         return _Reference(torch.stack(tokens, dim=1).cpu(), logits)
 
     def _batches(self) -> list[slice]:

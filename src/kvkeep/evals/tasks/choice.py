@@ -30,6 +30,7 @@ from kvkeep.types import MemoryUsage
 
 # MathQA's options: "a ) 38 , b ) 27", also with capitals, in a list's brackets and quotes, or with the letter twice
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
+# LLM-Adapters' choices: "Answer1: a cat Answer2: a dog"
 _MARK = re.compile(r"(?:Answer|Solution|Option)(\d): ")
 
 
@@ -78,9 +79,10 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
         question, _, options = row["instruction"].rpartition("The options:")
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
     before, _, _ = row["instruction"].partition("Answer format:")
+    # the words before the first colon only ask for a choice
     asked, *rest = _MARK.split(before.split(": ", 1)[1])
     choices = [part.strip() for part in rest[1::2]]  # between them stand the numbers of `_MARK`
-    right = int(re.sub(r"\D", "", row["answer"])) - 1
+    right = int(re.sub(r"\D", "", row["answer"])) - 1  # an answer is a word with a number, such as "solution1"
     if not choices or not all(choices) or not 0 <= right < len(choices):
         raise ValueError("no choices, or another answer")
     if name == "winogrande":
@@ -167,6 +169,7 @@ def _mathqa(row: Mapping[str, Any]) -> Choice:
 
 
 _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
+"""Fields of the two texts in SuperGLUE and in GLUE."""
 
 
 def _rte(row: Mapping[str, Any]) -> Choice:
@@ -185,6 +188,7 @@ def _hellaswag(row: Mapping[str, Any]) -> Choice:
     # the words and the capital are lm-eval's
     context = _plain(f"{text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
     endings = [f" {_plain(ending)}" for ending in row["endings"]]
+    # the label is a number in the authors' file, and a text in the hub's copy
     return Choice(
         (context,) * len(endings), tuple(endings), _among(str(row["label"]), [*map(str, range(len(endings)))])
     )
@@ -265,7 +269,7 @@ SOURCES: Mapping[str, Source] = {
 
 
 def known_in(data: str | None) -> list[str]:
-    """Return the data sets that are available."""
+    """Return the data sets that are available in the folder ``data``, or with ``hub`` on the hub."""
     return [name for name in NAMES if datasets.has(data, SOURCES[name])]
 
 
@@ -277,7 +281,13 @@ _BETWEEN = "\n\n"
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question as tokens: a pair for each choice, and the lengths of the choices in characters."""
+    """A question as tokens.
+
+    Attributes:
+        pairs: what stands before a choice, and the choice; one for each.
+        sizes: the lengths of the choices in characters, with the blank before each.
+        right: the number of the right one.
+    """
 
     pairs: tuple[ContextPair, ...]
     sizes: tuple[int, ...]
@@ -298,7 +308,13 @@ class _Given:
 @final
 @dataclass(frozen=True)
 class MultipleChoice(Task):
-    """Share of questions whose right choice is the likeliest one, one case per data set."""
+    """Share of questions whose right choice is the likeliest one, one case per data set.
+
+    Attributes:
+        options: the user's choices.
+        asked: the questions of each case.
+        notes_: what `notes` returns, whose name is taken by the property.
+    """
 
     name: ClassVar[str] = "choice"
     VERSION: ClassVar[int] = 1
@@ -410,7 +426,7 @@ def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later:
         # a tokenizer may join the examples' end with what follows: only the tokens before it are cut
         same = (i for i, (a, b) in enumerate(zip(examples, prompt, strict=False)) if a != b)
         first = min(next(same, len(examples)), first)
-    first = max(1, first)
+    first = max(1, first)  # of nothing, nothing could be cut
     return ContextPair(prompt, whole[len(prompt) :], first, first if later else len(prompt))
 
 
@@ -420,8 +436,9 @@ def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:
 
 
 def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[str, Any]:
-    """Return the accuracy by log-likelihood, and by log-likelihood per character (lm-eval's ``acc`` and
-    ``acc_norm``).
+    """Return the accuracy by log-likelihood, and by log-likelihood per character (``normed``), with the grades.
+
+    They are lm-eval's ``acc`` and ``acc_norm``, but for the blank before a choice, which counts as a character here.
     """
     rights, normed = [], []
     for values, one in zip(found, asked, strict=True):

@@ -36,7 +36,13 @@ NEW = 64
 @final
 @dataclass(frozen=True)
 class Continuation(Task):
-    """Perplexity per token of the tokens after the cut, without the first of them."""
+    """Perplexity per token of the tokens after the cut, without the first of them.
+
+    Attributes:
+        ids: the texts, each with what follows it.
+        new: tokens after the cut that count.
+        text: the source of the texts.
+    """
 
     name: ClassVar[str] = "continuation"
     VERSION: ClassVar[int] = 1
@@ -57,6 +63,7 @@ class Continuation(Task):
         new = min(NEW, max(1, room // 8))
         length = min(TEXT, room - new - 1) + new + 1
         ids = task.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
+        # the whole source may be shorter than the texts that were asked for
         return cls(ids, min(new, max(1, ids.shape[1] // 8)), task.describe(options))
 
     def settings(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Conversation(QATask):
             drive = Drive(writer, policy, [budgets[number]], first=number, setup=setup)
             edges = [*_edges(writer.checkpoint, prompt), prompt.first]
             for start, stop in zip([0, *edges], edges, strict=False):
-                if stop > start:
+                if stop > start:  # the last turn may end where the first part does
                     drive.feed(*left_padded([prompt.ids[start:stop]]), last_only=True)
             lengths, cache = [prompt.first], drive.cache
             tenths = [task.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
@@ -92,9 +92,9 @@ def _maker(options: Options, number: int, depth: float) -> Any:
 
 
 def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
-    """Return how many tokens stand before each turn except the first, at most those of the prompt's first part."""
+    """Return the number of tokens up to the end of each turn, at most those of the prompt's first part."""
     found, text = [], ""
-    for turn in prompt.item.text.split(_TURN)[1:]:
+    for turn in prompt.item.text.split(_TURN)[1:]:  # nothing stands before the first turn
         text += f"{_TURN}{turn}"
         ids = encode(checkpoint, text, raw=True)[0]
         size = min(len(ids), len(prompt.ids))

@@ -32,7 +32,7 @@ def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n
         # the seed has no part in the sentences of the user's text, so each item begins at another one of them
         skip = 0 if options.text is None else 16 * seed
 
-        def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:
+        def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:  # of this turn of the loop
             text = " ".join(haystack.first(skip + size)[skip:])
             return Item(text=text, question="", answers=(), chat=False)
 

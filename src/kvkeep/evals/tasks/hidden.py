@@ -20,12 +20,21 @@ _CITIES = (
     *("Madrid", "Helsinki", "Cairo", "Lima", "Quito", "Seoul", "Hanoi"),
 )
 _Maker = Callable[[random.Random, float, int], Item]
+"""Makes an item from what draws its words, the depth of its answer, and a number of sentences, lines or pairs."""
 
 
 def _cases(
     checkpoint: Checkpoint, options: Options, task: type[QATask], make: _Maker, least: int
 ) -> dict[str, TaskCase]:
-    """Return a case for each context, with items whose depths take turns."""
+    """Return a case for each context, with items whose depths take turns.
+
+    Args:
+        checkpoint: the model.
+        options: the user's choices.
+        task: whose items they are.
+        make: makes an item.
+        least: fewest parts of an item, such as sentences.
+    """
     made = {}
     for length in dict.fromkeys(options.contexts):
         n = options.limit or task.items

@@ -26,6 +26,9 @@ class LongGeneration(QATask):
     """ROUGE-L of a greedy continuation with the full cache's, its words before the first difference, and its length.
 
     Unlike in `agreement`, a policy reads its own words, so an early difference changes all that follows.
+
+    Attributes:
+        references: the full cache's texts of each case, once `prepare` has run.
     """
 
     name: ClassVar[str] = "long_generation"
@@ -61,7 +64,9 @@ class LongGeneration(QATask):
         return [float(a == b) or grading.rouge_l(a, b) for a, b in zip(texts, self.references[case], strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Return the share of words before the first difference, the share of equal texts, and the length ratio."""
+        """Return the share of words before the first difference, the share of equal texts, the length ratio, and the
+        share of runs of four words that repeat.
+        """
         # the own text first, then the full cache's; two empty ones are equal, and nothing is before a difference
         pairs = [(a.split(), b.split()) for a, b in zip(texts, self.references[case], strict=True)]
         n = len(pairs)

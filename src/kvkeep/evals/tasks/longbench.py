@@ -103,7 +103,7 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
     classes = row["all_classes"] if task["metric"] == "classification" else []
     return Item(
         text=before + datasets.text(row, "context"),
-        question=after.replace("{input}", row["input"]),
+        question=after.replace("{input}", row["input"]),  # not by `datasets.text`: summaries ask nothing
         answers=tuple(_answer(task["metric"], answer, classes) for answer in _some(row["answers"])),
         classes=tuple(datasets.text({"all_classes": class_name}, "all_classes") for class_name in classes),
         chat=not task.get("few_shot", False),  # as LongBench's authors do: solved examples need no template

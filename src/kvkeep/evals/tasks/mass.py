@@ -121,7 +121,7 @@ class RetainedMass(Task):
             "best_dynamic": _mean(dynamic),
             "best_static": _mean(static),
             "regret": max(0.0, _mean(dynamic) - _mean(mass)),  # nothing beats the best set but by rounding
-            "regret_static": _mean(static) - _mean(mass),
+            "regret_static": _mean(static) - _mean(mass),  # below 0 if a set that changes holds more
             "n": self.rows * len(self.ids),
             "layers": list(held),
             "mass_by_head": mass,

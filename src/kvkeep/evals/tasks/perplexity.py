@@ -33,7 +33,14 @@ WINDOWS = 8
 @final
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """Perplexity per token, without the first token of each window."""
+    """Perplexity per token, without the first token of each window.
+
+    Attributes:
+        ids: the windows.
+        stride: tokens that are fed at once.
+        text: the source of the windows.
+        notes_: what `notes` returns, whose name is taken by the property.
+    """
 
     name: ClassVar[str] = "perplexity"
     VERSION: ClassVar[int] = 1

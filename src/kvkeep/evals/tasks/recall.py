@@ -38,6 +38,7 @@ from kvkeep.types import MemoryUsage
 # Questions of recall as tokens: texts with planted facts, several questions about each, and what answers them.
 
 Wording = Literal["embedded", "instruction", "plain", "continued"]
+"""How a model is asked: `wording_of` chooses, `encoded` has the words."""
 
 NEW_TOKENS = {"embedded": 8, "instruction": 24, "plain": 16, "continued": 8}
 """Tokens of the longest reply, by wording."""
@@ -66,7 +67,7 @@ class Prompted:
     first: int
     document: int
     number: int
-    chat: ClassVar[bool] = True
+    chat: ClassVar[bool] = True  # every wording takes the chat template, where there is one
 
 
 def wording_of(checkpoint: Checkpoint, style: str = "prose") -> Wording:
@@ -174,8 +175,10 @@ def count_tokens(checkpoint: Checkpoint, text: str) -> int:
 def _text_tokens(
     checkpoint: Checkpoint, wording: Wording, made: Document, prompts: Sequence[Int[torch.Tensor, "_"]]
 ) -> int:
-    """Return the number of tokens before the questions: those that all prompts share with one in which other words
-    follow.
+    """Return the number of tokens before the questions: the beginning that all prompts share with one more.
+
+    In that prompt `` ;`` stands between the text and the first question. Without it, tokens that all questions begin
+    with would count, and so would a token in which the tokenizer joins the text's end with what follows.
     """
     first = made.questions[0]
     other = encoded(checkpoint, wording, f"{made.text} ;", ending_of(first), first.lead)
@@ -215,7 +218,14 @@ AFTER = 10
 @final
 @dataclass(frozen=True)
 class Recall(Task):
-    """Share of questions answered right, by depth and kind; one case per context."""
+    """Share of questions answered right, by depth and kind; one case per context.
+
+    Attributes:
+        options: the user's choices.
+        wording: how the model is asked.
+        questions: the questions of each case.
+        notes_: what `notes` returns, whose name is taken by the property.
+    """
 
     name: ClassVar[str] = "recall"
     VERSION: ClassVar[int] = 3

@@ -21,7 +21,10 @@ from kvkeep.models.checkpoint import Checkpoint
 _NEW = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 _NEW_OF_NEEDLES = 128
 _LEAST = {"cwe": 1, "fwe": 30, "qa_1": 0, "qa_2": 0}
-"""Fewest parts of a text that make a question, such as words or documents; 1 where none is named."""
+"""Fewest parts of a text that make a question, such as words or documents; 1 where none is named.
+
+Of fewer than 27 coded words (fwe) the rarest of the three that are asked for would have none, see `synthetic.coded`.
+"""
 
 PARTS = (*synthetic.TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 
@@ -70,7 +73,11 @@ _Maker = Callable[[int, int, int], Callable[[int], Item]]
 
 
 def _makers(name: str, options: Options) -> _Maker:
-    """Return what makes the items of one of RULER's tasks: by number, context and room for the prompt in tokens."""
+    """Return what makes the items of one of RULER's tasks: by number, context and room for the prompt in tokens.
+
+    Raises:
+        InputError: the file of a question's documents is missing, or of another format.
+    """
 
     def seed(number: int) -> str:
         return f"{name} {options.seed} {number}"

@@ -15,11 +15,13 @@ from kvkeep.models.checkpoint import Checkpoint
 
 _NEW = {"xsum": 64, "cnn_dailymail": 128}
 _FIELDS = (("document", "summary"), ("article", "highlights"), ("article", "summary_gt"))
+"""Fields of an article and its summary: XSUM's, CNN/DailyMail's, and those of H2O's files."""
 _ASK = {
     "xsum": "\n\nSummarize the above article in 1 sentence.\n",
     "cnn_dailymail": "\n\nSummarize the above article in 3 sentences.\n",
 }
 _PLACES = {
+    # its main branch has a script in place of tables, and the hub keeps tables made of it in this one
     "xsum": HubDataset("EdinburghNLP/xsum", None, "test", revision="refs/convert/parquet"),
     "cnn_dailymail": HubDataset("abisee/cnn_dailymail", "3.0.0", "test"),
 }
@@ -33,7 +35,7 @@ SOURCES = {
     for name, place in _PLACES.items()
 }
 _LEAST = 32
-"""Tokens of an article that are always kept."""
+"""Fewest words to which an article is shortened."""
 
 
 @final

@@ -1,5 +1,6 @@
 """The search for the smallest memory that keeps a share of the full cache's quality.
 
-`candidates` lists what is searched, `search` decides what is measured next, `quality` says what a measurement shows,
-`documents` holds the questions, `measure` runs them, `records` stores them, and `report` shows them.
+`plan` checks what the user asks for and lists the candidates, `search` decides what is measured next and stores the
+measurements, `documents` holds the questions, `measure` runs candidates and says what that shows, and `report` has the
+answer.
 """

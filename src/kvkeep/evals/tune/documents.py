@@ -127,6 +127,7 @@ Ids = Int[torch.Tensor, " n"]
 LONGEST_SENTENCE = 240
 """Characters of a sentence; a longer one is cut between words."""
 
+# Chinese and Japanese have no white space between sentences
 _PART = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*|\n+")
 _FEW_TEXTS = 10
 """Texts that are too few to be the units of an interval."""
@@ -190,7 +191,7 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
     wording = wording_of(checkpoint)
     parts = None if text is None else sentences(text)
 
-    @cache
+    @cache  # every candidate asks for the same documents
     def make(number: int) -> Unit:
         return _planted(checkpoint, wording, parts, number=text_seed(seed, number), context=context, facts=facts)
 
@@ -279,12 +280,19 @@ def _from(parts: Sequence[str], start: int) -> Iterator[str]:
 def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
-    """Return a unit: the questions about one text, with the number of tokens that all prompts share."""
+    """Return a unit: the questions about one text, with the number of tokens that all prompts share.
+
+    Args:
+        checkpoint: the model.
+        wording: how it is asked.
+        text: the text.
+        pairs: of each question its words, and what tells whether a reply is right.
+    """
     prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
     other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])  # shows where a tokenizer joins text and question
     first = min(_common(prompt, other) for prompt in prompts)
     return tuple(
-        DocumentQuestion(text, ids, min(first, len(ids) - 1), grade)
+        DocumentQuestion(text, ids, min(first, len(ids) - 1), grade)  # a token is left to ask with
         for ids, (_, grade) in zip(prompts, pairs, strict=True)
     )
 

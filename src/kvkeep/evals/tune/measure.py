@@ -161,6 +161,7 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
     weight = float(sum(n for _, n in tallies))
     if not weight:
         return KeptQuality(math.nan, math.nan, math.nan, 0.0)
+    # a document of which the full cache answers nothing is no unit
     if kind == "answers":
         low, high = of_clustered_share([(round(x), round(n)) for x, n in tallies if n])
         return KeptQuality(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
@@ -202,7 +203,8 @@ def _ratio(excess: float) -> float:
 
 
 Outcome: TypeAlias = str | list[float]
-"""What is stored of a unit: which questions were right, as ``1`` and ``0``; or sums of losses in pieces of the text."""
+"""What is stored of a unit, a document with its questions or a window of text: which questions were right, as ``1`` and
+``0``; or sums of losses in pieces of the window."""
 
 
 class Measure(abc.ABC):
@@ -230,6 +232,14 @@ class Measure(abc.ABC):
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Return the outcome of a unit, compared with the full cache's: a sum, and the number of questions or
         tokens.
+
+        Args:
+            outcome: what was measured under an arm.
+            full: what was measured under the full cache.
+            budget: the arm's, up to which no loss of a text can differ.
+
+        Raises:
+            InputError: the two outcomes do not fit together.
         """
 
     @property
@@ -353,6 +363,7 @@ class Losses(Measure):
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Return the nats beyond the full cache's in the pieces after the budget, and the number of their tokens."""
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
+        # for a type checker, which does not see that `check` has raised
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
         # until the budget is full nothing is evicted, so no loss can differ

@@ -245,7 +245,9 @@ def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
 
 
 def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
-    """Return the options that differ from the policy's own; a head budget file is shown with a content hash."""
+    """Return the options that differ from the policy's own, as text; a head budget file is shown by hashes of its
+    content, since the file may change.
+    """
     found = setup.differences(checkpoint, policy)
     file = (setup.head_budget or "").partition("profile:")[2]
     # eight digits of the hash, without the name of its kind
@@ -262,6 +264,7 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measu
     if case == "stream":
         check_positions(checkpoint, context, "the search", "context")
         options = Options(seed=wanted.seed, text=wanted.text)
+        # the package's own text never ends: enough windows to choose and to confirm by default
         rows = task.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * LIMITS.windows, length=context)
         # windows in the order of the text would let its beginning choose and its end confirm
         return Losses(rows[random.Random(wanted.seed).sample(range(len(rows)), len(rows))])
@@ -354,5 +357,5 @@ def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, A
 
 
 def _hash(text: str) -> str:
-    """Return a short hash of a text."""
+    """Return a short hash of a text: ``sha256:`` and 16 digits."""
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

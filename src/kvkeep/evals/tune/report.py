@@ -16,6 +16,7 @@ from kvkeep.plots import Panel, Series
 from kvkeep.result_files import in_full
 
 COLUMNS = ("policy", "budget", "memory", "of full", "kept", "at least", "")
+"""Titles of the table of `lines`. The last column, a verdict, needs none."""
 
 _MEANING: dict[Case, str] = {
     "later": "right answers to questions after the text was cut",
@@ -77,7 +78,7 @@ def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> 
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent, rounded down, so that no candidate looks as if it had reached the target."""
+    """Return a share in percent, rounded down, so that none looks as if it had reached a target that it missed."""
     # 1e-9: a share of whole tenths may be a little less in floats
     return "–" if math.isnan(share) else f"{math.floor(1000 * share + 1e-9) / 10:.1f}%"
 
@@ -92,7 +93,7 @@ def title(result: TuneResult, case: Case, kind: Kind) -> str:
 
 
 def answer(result: TuneResult, full_bytes: int) -> str:
-    """Return the answer in one sentence."""
+    """Return the answer in one sentence, for a search that has chosen a candidate."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -164,7 +165,7 @@ def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
         title=f"{_MEANING[case]}\n% of the full cache's; bars are 95 % intervals of the confirmation",
         x_label="memory of a row, % of the full cache's",
         series=[goal, *series],
-        y_range=(None, 103.0),
+        y_range=(None, 103.0),  # room for markers at 100
     )
 
 
@@ -184,7 +185,12 @@ def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes
 
 
 def config(found: SearchResult, model: str | None) -> Config:
-    """Return the settings of the chosen candidate as a configuration."""
+    """Return the settings of the chosen candidate, which there has to be, as a configuration.
+
+    Args:
+        found: the result of the search.
+        model: the model's name or folder; ``None`` for the embedded one.
+    """
     one = found.chosen
     assert one is not None
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}

@@ -83,14 +83,14 @@ class TuneRecords(RowFolder):
     """
 
     names = (ROWS, CURVE, NAME)
-    beginning = b'{"tune": "'
+    beginning = b'{"tune": "'  # the first entry of a row, see `add`
 
     def forget(self) -> None:
         """Forget all measurements, which are about to be read again."""
         self.outcomes: dict[tuple[str, int, int], Outcome] = {}
 
     def keep(self, row: dict[str, Any]) -> None:
-        """Add the measurements of a row that is in the file."""
+        """Add the measurements of a row that is in the file: one for each unit from the row's first one on."""
         for unit, outcome in enumerate(row["found"], start=row["first"]):
             self.outcomes[row["tune"], row["budget"], unit] = outcome
 
@@ -100,7 +100,7 @@ class TuneRecords(RowFolder):
 
     @property
     def safe(self) -> str:
-        """Return a sentence with the number of measured documents; empty if there is none."""
+        """Return a sentence with the number of measured documents, over all candidates; empty if there is none."""
         return f"The measurements of {len(self.outcomes)} documents written before are safe." if self.outcomes else ""
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ FINALISTS = 2
 """Arms that are confirmed. Two tests at 97.5 % each, the end of a 95 % interval, err together in 5 % at most."""
 
 
-@runtime_checkable
+@runtime_checkable  # for beartype, by which tests check annotations
 class Study(Protocol):
     """Measures candidates on documents; the same documents for all of them."""
 
@@ -227,6 +227,7 @@ def search(
         most = min((answer.row_bytes for answer in answers), default=None)
         # an answer is the smallest memory of all, so only smaller candidates are worth a test
         worth = ladder if most is None else tuple(step for step in ladder if step.row_bytes < most)
+        # with its guess beyond these, the arm would need more memory than the answer has
         if worth and (most is None or place < len(worth)):
             answers += filter(None, [_descend(worth, place, test)])
     chosen = min(answers, key=lambda answer: answer.row_bytes, default=None)
@@ -272,7 +273,7 @@ def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 def _best(arms: list[Ladder], places: list[int], n: int) -> tuple[list[Ladder], list[int]]:
     """Return the ``n`` arms that need the least memory, with their places.
 
-    Arms that do not reach the target come last.
+    Arms that do not reach the target, with the place behind their last step, come last.
     """
 
     def memory(pair: tuple[Ladder, int]) -> tuple[bool, int]:
@@ -335,6 +336,7 @@ def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) ->
     Where the first step fails, the way begins higher, twice as far each time.
     """
     last = len(ladder) - 1
+    # the guess was made by the measured share, and the interval's lower end, by which candidates pass, is below it
     start, jump = min(place + 1, last), 1
     while not passes(ladder[start]):
         if start == last:
@@ -376,6 +378,8 @@ _BLOCK = 8
 """Most documents that are measured before they are stored."""
 
 _SEARCHED_WINDOWS = 8
+"""Texts that the search uses where text goes on, beside those of the confirmation."""
+
 LEAST_WINDOWS = 6
 """Fewest windows that promise anything: with fewer, Student's quantile makes the interval useless."""
 
@@ -604,6 +608,7 @@ def _all(
             and (FULL.name, measure.room, unit) in records.outcomes  # with which it is compared
         ]
         if units:
+            # the folder has them all, so nothing is measured here
             tallies = [tally for unit in units for tally in study.tallies(candidate, unit, unit + 1)]
             found[candidate] = kept(tallies, measure.kind)
     return found
