@@ -182,7 +182,7 @@ class Guard:
 
 
 _T = TypeVar("_T")
-_END: Any = object()
+_END: Any = object()  # no request of a caller can be this object
 
 
 class Box(abc.ABC):
@@ -421,7 +421,7 @@ def _leave_behind() -> None:
     """
     for service in list(_services):
         service.turn.lost = service.busy
-    _services.clear()
+    _services.clear()  # at this process' exit `_stop` must not wait for threads of the other one
 
 
 os.register_at_fork(after_in_child=_leave_behind)

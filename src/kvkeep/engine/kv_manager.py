@@ -157,6 +157,7 @@ class KVManager:
         layout = self._layout(policy)
         self.heads = layout.heads
         found = key_transforms(model) if transforms_keys(layout.kv_bits) else {}
+        # for all layers or for none: the blocks take them in the order of the layers
         transforms = [found[number] for number in layers] if found.keys() >= layers.keys() else []
         self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads, transforms=transforms)
         self._windows = {index: layer.window for index, layer in layers.items()}
@@ -164,7 +165,7 @@ class KVManager:
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades or self._has_states
         self.row_bytes = self._blocks.row_bytes(self.numbers(policy, budget)) + self._state_bytes
-        self.allocate(0)
+        self.allocate(0)  # whoever makes the rows asks for `row_bytes` before it says how many there shall be
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:

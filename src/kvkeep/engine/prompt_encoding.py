@@ -1,4 +1,4 @@
-"""The token ids and messages that a memory stands for, in the engine and beside a snapshot."""
+"""The token ids and messages that a memory stands for, and the token ids of the requests that go on from it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class PromptEncoder:
         return frozenset() if self._tokenizer is None else frozenset(control_tokens(self._tokenizer)) - self.turn_ends
 
     def is_chat(self, request: Request) -> bool:
-        """Tell whether a request's prompt is a conversation in the form of the chat template."""
+        """Return whether a request's prompt is a conversation in the form of the chat template."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             return False
         return request.chat or request.messages is not None or (isinstance(request.prompt, str) and not request.raw)

@@ -287,7 +287,7 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
 
     Args:
         run: the run.
-        logits: after all tokens, batch after batch. Several batches are one sequence, see `Runner`.
+        logits: after all tokens, batch after batch. Several batches are one sequence, see `ModelRunner`.
     """
     flat, start = logits.flatten(0, 1), 0
     for batch in run.batches:
