@@ -371,6 +371,7 @@ def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, 
     """Return the view with a shared budget divided among the heads, and a mask of the tokens that stay."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
+    # the whole budget, without `limit`: `refusal` leaves out the policies that keep a part of it free
     return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)
 
 

@@ -289,7 +289,7 @@ class Dispatcher:
         if self._thread is None and (not box.blocks or any(listener is not box for listener in self._boxes.values())):
             thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
             thread.start()
-            self._thread = thread
+            self._thread = thread  # after `start`, which may fail; the new thread waits for the caller's lock
 
     def deliver(self, event: Event) -> bool:
         """Put an event into the box of its request, and after the last one forget the box; return ``False`` if nobody

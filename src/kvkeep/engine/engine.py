@@ -748,7 +748,7 @@ class Engine:
             place: its place in the queue.
         """
         self._duplicates.leave(twin)
-        twin.begin_prefilled(contents, reader.budget)
+        twin.begin_prefilled(contents, reader.budget)  # which the reader's guard may have chosen
         unknown = twin.memory_usage, twin.lost
         self._measure(twin, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._append(twin, token)

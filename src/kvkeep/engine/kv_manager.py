@@ -144,6 +144,7 @@ class KVManager:
         self._config, self._latent = model.config, caches_latents(model.config)
         self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}
+        # still equal to the one that was given: a rule for heads is no option of the policy, so it is not compared
         self.policy = policy = self.ruled(policy)
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Owner | None] = []

@@ -214,6 +214,7 @@ class PromptEncoder:
         """Return the token ids of a text about which questions will be asked, and the place in the chat template where
         they go on.
         """
+        # a request only for the error, which names what needs a tokenizer
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
@@ -235,7 +236,7 @@ class PromptEncoder:
             question, more = question_of(request, past.opening)
             return before + tuple(past.opening.rest(checkpoint, question, past.ids, more))
         new = self.messages_of(request)
-        if not new:
+        if not new:  # a text without the chat template
             return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
         ids = tuple(
             tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()

@@ -376,6 +376,7 @@ class Session:
             self._check_open()
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
+            # for its checks alone: the session keeps its own
             self._host.admission.settle(self.policy, self.budget, snapshot.fingerprint, self.adapter)
             if (pending := self._memory.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
                 pending.finish()
