@@ -245,6 +245,7 @@ class RowSnapshots:
             positions=made.positions,
             chunk=made.chunk,
             kv_bits=made.kv_bits,
+            # of a restored memory that no model has fed yet: the weights that it was made with
             weights=self.awaited if self.weights is None else self.weights(),
         )
 
