@@ -199,6 +199,7 @@ class BoundedCache(PhasedCache):
         """
         if self._history.records:
             real = torch.ones_like(ids, dtype=torch.bool)
+            # a mask of more axes says which tokens see each other, and not which are padding
             if attention_mask is not None and attention_mask.ndim == 2:
                 real = attention_mask[:, -ids.shape[1] :].to(ids.device).bool()
             self._history.add(ids, real, held=self._columns)
@@ -222,7 +223,7 @@ class BoundedCache(PhasedCache):
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Replace row ``i`` by what row ``beam_idx[i]`` was, for all rows (beam search)."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # annotated there as a LongTensor
         self._history.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -174,7 +174,10 @@ _OVERRIDDEN = "a subclass has overridden the rule that the kernel would apply"
 
 @functools.cache
 def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
-    """Return whether no subclass of a policy overrides a method that its declared ability describes."""
+    """Return whether a policy's ability, such as ``sums``, still describes its methods of these names.
+
+    It does unless a subclass of the class that declares the ability overrides one of them.
+    """
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))

@@ -77,6 +77,7 @@ class HandingLayer(CacheLayerMixin):
         latent: whether the model expands what it caches before it attends.
     """
 
+    # asked by transformers: eviction has no static shapes and no way back, and slots are made by the first step
     is_compileable = False
     is_croppable = False
     supports_early_init = False
@@ -445,7 +446,7 @@ def handed_over(given: Mapping[str, Any]) -> Any:
 
 def usual() -> str:
     """Return the argument name by which decoders of the installed transformers take a cache."""
-    from transformers import GenerationMixin  # here, since the command line starts without transformers
+    from transformers import GenerationMixin  # here: it imports all of `generate`, which the rest does without
 
     return _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_ARGUMENTS[-1]
 

@@ -222,7 +222,7 @@ class Layer:
         # `_made`: whether the block has the layer's own budgets and pins
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
-        self._pins_prompts = True
+        self._pins_prompts = True  # `over` unsets it
         self._prompt = torch.zeros(0, dtype=torch.int64)  # see `_prompt_ends`, which a prompt's step calls
         self._follow(before)
 
@@ -280,7 +280,10 @@ class Layer:
         return other
 
     def _follow(self, before: Layer | None) -> None:
-        """Link the layer to the one before it, for a policy that prunes through the layers."""
+        """Note the layer before this one, and the first layer of all, for a policy that prunes through the layers.
+
+        For other policies note neither. ``None``: this is the first layer.
+        """
         self._before = before if self.policy.cascades else None
         self._first: Layer | None = None if self._before is None else self._before._first or self._before
 
@@ -723,7 +726,7 @@ class Layer:
                 "another prompt is read. Give the whole text as one prompt."
             )
         ends, told = seen + (T if real is None else real.sum(dim=1)), lengths_read()
-        if told is None or told.shape != (len(seen), T):
+        if told is None or told.shape != (len(seen), T):  # those of another run tell nothing of these rows
             return ends
         return torch.maximum(ends, told.amax(dim=1).to(ends))
 

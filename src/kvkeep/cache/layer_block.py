@@ -70,6 +70,7 @@ class BlockPlan:
         }
         if together is not None:
             return together.block(self.index, keys, values, **given)
+        # of a budget that heads of all processes share, most may come to those of this one
         room = heads.ranks if self.policy.spreads else 1
         block = Block(keys, values, room=room, **given)
         reach(block, self.policy, budgets, heads)

@@ -65,8 +65,7 @@ class Layout:
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         positions: the mode in which attention sees positions, ``true`` or ``slot``.
         rotations: the rotary embeddings of the layers that rotate, where slot positions or the policy need them.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.check_bits`; ``None``: the model's
-        dtype.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.check_bits`; ``None``: the model's dtype.
         heads: which KV heads of each layer this process holds.
     """
 
@@ -251,7 +250,7 @@ class Layout:
             check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
 
     def check_read(self, budget: int, pins: Spans) -> None:
-        """Refuse a prompt that is to stay whole and leaves no room in some layer, see `keep_prompt.check_read`.
+        """Refuse a prompt that is to stay whole and leaves no room in some layer, see `_keep_prompt.check_read`.
 
         Args:
             budget: tokens per layer and head.
@@ -355,6 +354,7 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
         UnsupportedModelError: the model has such layers.
     """
     types = set(getattr(config, "layer_types", None) or ())
+    # what some configurations say elsewhere than in `layer_types`
     if getattr(config, "attention_chunk_size", None) is not None:
         types.add(_CHUNKS)
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):

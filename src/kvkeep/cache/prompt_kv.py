@@ -161,7 +161,9 @@ class LayerPrompts:
                 state[name][..., : held.shape[-1]] = held.to(state[name].device)
 
     def note(self, policy: Policy, slots: Slots, state: State) -> None:
-        """Keep what all tokens of the rows' prompts were before the policy evicts any of them.
+        """Copy all tokens of the rows' prompts, before the policy evicts any of them, into the readings that keep them.
+
+        Where a copy fails, its reading keeps nothing. Where a token was evicted before, the layer's part stays missing.
 
         Args:
             policy: whose state of slots it is.

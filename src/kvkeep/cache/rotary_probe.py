@@ -259,6 +259,7 @@ class _Shown(NamedTuple):
     values: Float[Tensor, "P n E"]
 
 
+# of each thread its own, since the function below is registered for all of them
 _reading: ContextVar[dict[int, tuple[Tensor, ...]] | None] = ContextVar("reading", default=None)
 
 
@@ -309,13 +310,14 @@ class _Trial:
 
     def places(self, longest: int | None, beyond: int) -> list[int]:
         """Return the positions to try: 0, powers of two, and a few others, as far as the model can go."""
+        # as far as positions go at all, or else as far as the model's own table does
         limits = [2**31, self.reach] if longest is None else [longest]
         for limit in limits:
             found = [0, *(2**k for k in _POWERS if 2**k < limit), *(n for n in _OTHERS if n < limit), beyond]
             try:
                 self.read([0, max(found)])
             except (IndexError, RuntimeError) as error:  # the model has a table of angles
-                failure = error
+                failure = error  # Python unbinds `error` when its block ends
             else:
                 return found
         raise failure

@@ -146,6 +146,7 @@ class RowSnapshots:
         contents = take([layer.block for layer in layers], row, states=states)
         contents = whole(contents, layers[0].heads)  # with the heads of other processes
         ids = self._recorded_ids(layers[0], row, contents.seen) if tokens is None else ids_of_row(tokens)
+        # of a prompt that `continue_with` has announced, and of which a part was fed
         pending = max(0, self._history.prompt_columns - layers[0].columns)
         return Snapshot(contents, self.fingerprint(layers[0], row), ids, pending)
 
@@ -245,6 +246,7 @@ class RowSnapshots:
             positions=made.positions,
             chunk=made.chunk,
             kv_bits=made.kv_bits,
+            # of a restored memory that no model has fed yet: the weights that it was made with
             weights=self.awaited if self.weights is None else self.weights(),
         )
 

@@ -134,7 +134,7 @@ class SharedBudget:
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
         tokens = block.store.tokens(view, used=used).apart()  # other layers' tokens may get their slots
-        block.remember({name: x for name, x in state.items() if name in block.heads})  # last: a guard compares both
+        block.remember({name: x for name, x in state.items() if name in block.heads})
         self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 
     def end(self, policy: Policy, block: Block) -> None:

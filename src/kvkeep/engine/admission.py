@@ -178,7 +178,7 @@ def largest_budget(model: Model, policy: Policy, below: int, memory: int, **opti
         policy: the policy that the row is made for.
         below: a budget that is too large.
         memory: bytes.
-        options: as for `Rows`.
+        options: as for `KVManager`.
     """
 
     @cache  # a manager runs the model once
@@ -246,6 +246,7 @@ class Identity:
             return adapter
         # the adapter of the same name is hashed first: hashing another one takes time, and it rarely is the right one
         likeliest = sorted((None, *names), key=lambda name: name != made.adapter)
+        # if none has these weights, `made` is refused later, when it is compared with the base model
         return next((name for name in likeliest if self.weights(name) == made.weights), None)
 
     @cached_property
@@ -254,7 +255,7 @@ class Identity:
         if self.tokenizer is None or not hasattr(self.tokenizer, "get_vocab"):
             return None
         words = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
-        return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(words).encode()).hexdigest()[:16]  # 64 bits, as all hashes of a fingerprint
 
     @cached_property
     def _config(self) -> str:
@@ -334,7 +335,8 @@ class Admission:
         host_rows: sequences that may wait in main memory after they have begun.
         staging: their copies on the device, which get bytes of ``kv_memory`` that the rows leave.
         chunk: prompt tokens per step; ``None``: a whole prompt.
-        options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
+        options: of the cache: ``layer_budget``, ``head_budget``, ``positions``, ``kv_bits`` and, for a model that reads
+            prompts whole, ``prefill_chunk``; see `KVManager`.
         guard: of requests that have none.
 
     Attributes:
@@ -377,6 +379,7 @@ class Admission:
         self.identity = Identity(model, tokenizer, self._chunk)
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = PromptEncoder(model, tokenizer, self._limit, self._end_ids)
+        # a head profile is an option of the engine, the same for all policies: it is checked once
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
         self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
 
@@ -410,7 +413,8 @@ class Admission:
         if prompt is not request.prompt:
             noted = request.noted_messages or (*(past.messages if past else ()), *(request.messages or ()))
             request = request.replaced(prompt=prompt, messages=None, tools=(), noted_messages=noted)
-        # the budget is chosen at the end of the first prompt; a later turn keeps it
+        # the budget is chosen at the end of the first prompt; a later turn keeps it. Sessions and prefixes have a past,
+        # if an empty one, so the engine's own guard chooses nothing for them
         if not past and request.guard is None and self._guard is not None:
             request = request.replaced(guard=self._guard)
         levels = self._levels(policy, budget, request, past or ConversationHistory())
@@ -472,8 +476,9 @@ class Admission:
         return self._layout(self._policy).positions == "slot"
 
     def fits(self, prompt_tokens: int, sampling: SamplingParams) -> bool:
-        """Return whether the model was trained for the positions of so many tokens and the new ones, as it is for any
-        number under slot positions, or if it does not say.
+        """Return whether the model was trained for as many positions as a prompt of this length and its answer need.
+
+        Under slot positions, and if the model does not say how long its texts were, the answer is ``True``.
         """
         longest = None if self.moves_up else trained_length(self._model.config)
         return longest is None or prompt_tokens + sampling.max_new_tokens - 1 <= longest
@@ -723,7 +728,9 @@ class Admission:
         return self._layouts[policy]
 
     def text_of(self, token_ids: GenericSequence[int]) -> str:
-        """Return the text of tokens without special ones and white space; empty without a tokenizer."""
+        """Return the text of tokens without special ones and without any white space, for comparisons of two texts;
+        empty without a tokenizer.
+        """
         return "".join(self._decode(token_ids, special=False).split()) if self._tokenizer else ""
 
     def _decode(self, token_ids: GenericSequence[int], *, special: bool) -> str:

@@ -219,7 +219,7 @@ class WatchedPolicy:
         return getattr(self._policy, name)
 
     def __str__(self) -> str:
-        return str(self._policy)
+        return str(self._policy)  # Python never asks `__getattr__` for special methods
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Return the policy's state after a step, which is passed to ``note`` first."""
@@ -241,10 +241,10 @@ class Trial:
         self._guarded = {
             sequence.row: sequence
             for sequence in batch.requests
-            if len(sequence.levels) > 1 and sequence.row is not None
+            if len(sequence.levels) > 1 and sequence.row is not None  # of a single level nothing is chosen
         }
-        self._cuts: dict[tuple[int, int], list[Cut]] = {}
-        self._rated: dict[tuple[int, int], list[Rated]] = {}
+        self._cuts: dict[tuple[int, int], list[Cut]] = {}  # (layer, first row of a segment) → from small to large
+        self._rated: dict[tuple[int, int], list[Rated]] = {}  # (place of the budget, first row of a segment) → layers
 
     def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
         """Return a policy that behaves like the given one, and also records which tokens smaller budgets would keep.
@@ -257,8 +257,8 @@ class Trial:
     def _note(
         self, layer: int, segment: Segment, policy: Policy, view: View, before: State, report: Report, after: State
     ) -> None:
-        """Record what each smaller budget would keep in one layer. Called once per layer, when the policy has observed
-        the prompt.
+        """Record what each smaller budget would keep in one layer; of layers that share one budget, the scores on which
+        that depends. Called once per layer, when the policy has observed the prompt.
 
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
@@ -271,6 +271,7 @@ class Trial:
             column = torch.tensor(numbers, device=view.seen.device)[:, None]
             asked = dataclasses.replace(view, budget=torch.minimum(column, torch.as_tensor(view.budget).to(column)))
             same = _same_state(policy.observe(before, asked, report), after)
+            # what stays depends on the scores of all layers, so `_cut_together` cuts these; another state fails below
             if same and policy.shares_layers:
                 rated = Rated(layer, policy, positions_of(asked), scored(policy, asked, after), report.mass)
                 self._rated.setdefault((place, segment.start), []).append(rated)
@@ -370,6 +371,7 @@ def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, 
     """Return the view with a shared budget divided among the heads, and a mask of the tokens that stay."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
+    # the whole budget, without `limit`: `refusal` leaves out the policies that keep a part of it free
     return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)
 
 

@@ -86,6 +86,7 @@ def usable_tokens(
     if mode == "fresh" or past.drops != drops[:done]:
         return 0
     shared = common_beginning(past.ids, prompt)
+    # beyond the place of a drop that is still to come, the memory has read tokens in the presence of those that go
     found = min([shared, len(prompt) - 1, *(drop.after for drop in drops[done:])])
     if past.shortest is None:
         return found if (mode == "continue" or for_later) and found == len(past.ids) else 0
@@ -263,7 +264,7 @@ class Conversations:
 
     @property
     def active(self) -> bool:
-        """Return whether memories are kept and looked for."""
+        """Return whether memories are kept and looked for: there are bytes for them, and the mode is not ``fresh``."""
         return bool(self._most_bytes) and self._mode != "fresh"
 
     @property
@@ -297,7 +298,7 @@ class Conversations:
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
-        # a memory takes the place of the kept prompt only if it has evicted nothing
+        # under `auto` a memory takes the place of the kept prompt only if it has evicted nothing
         if known is not None and self._mode == "auto":
             contents = self._memory(sequence, known[1].tokens, whole=True)
         else:
@@ -431,14 +432,17 @@ class Conversations:
     def _shorter(self, sequence: Sequence, most: int) -> Iterator[tuple[KeptConversation, LeftOut]]:
         """Yield the conversations of which a prompt leaves out messages, if more than ``most`` tokens are shared."""
         starts = self._host.admission.words.turn_starts
+        # drops of a request count positions of its own prompt, which are others with the messages in it again; and
+        # without tokens that begin a message, messages cannot be told apart
         if sequence.drops or not starts:
             return
-        reader, told = Reader.of(sequence), told_apart(sequence.prompt[:-1], starts)
+        reader, told = Reader.of(sequence), told_apart(sequence.prompt[:-1], starts)  # one token is left to read
         for entry in reversed(self._entries.values()):
             ids = entry.past.ids
             if entry.reader != reader or len(ids) <= most:
                 continue
             found = left_out(entry.told(starts), told)
+            # a memory of which nothing is or was left out is for `_longest` alone
             if found is None or found.shared <= most or not (found.spans or entry.past.drops):
                 continue
             shortest = len(ids) if entry.past.shortest is None else entry.past.shortest
@@ -451,6 +455,7 @@ class Conversations:
         if self._mode != "continue":
             return ANOTHER_READING
         gone = (*entry.past.dropped, *found.spans)
+        # behind the first token that is left out, a position of the prompt is another one in the memory
         if sequence.pins != within(entry.session.pins, found.tokens) or end(sequence.pins) > min(
             start for start, _ in gone
         ):
@@ -495,7 +500,10 @@ class Conversations:
         return self._host.admission.rule.refusal(tokens, len(sequence.prompt), of=len(ids)) is None
 
     def wants(self, sequence: Sequence) -> bool:
-        """Return whether the memory of a finished request may be kept, so that a copy of it is worth its time."""
+        """Return whether the memory of a finished request may be kept, so that a copy of it is worth its time.
+
+        It is not for a request without a name to keep it under, nor for a guarded one, which `find` leaves out as well.
+        """
         return self.active and sequence.request.keep_as is not None and not sequence.levels
 
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
@@ -589,7 +597,10 @@ class Conversations:
         snapshot: Snapshot,
         replace: Callable[[], None],
     ) -> Pending | None:
-        """Give a conversation its new memory. Once it is kept, ``replace`` forgets what it takes the place of."""
+        """Give a conversation its new memory. Once it is kept, ``replace`` forgets what it takes the place of.
+
+        Return the write that must end first; ``None`` if the memory is kept already.
+        """
 
         def cancel() -> None:
             entry.writing = False

@@ -93,7 +93,7 @@ class Graphs:
         owner = rows.sole(0, size) if decodes else None  # rows of several owners have too many orders to record
         if owner is None or owner.policy in self.refused:
             return None
-        if self._memory != (rows, rows.version):
+        if self._memory != (rows, rows.version):  # recorded steps read and write tensors that were replaced
             self.clear()
             self._memory = (rows, rows.version)
         if (owner, size) not in self._steps:
@@ -257,6 +257,7 @@ class NoWaiting:
 class _Operators(TorchDispatchMode):
     """Refuses operators that wait."""
 
+    # torch's own has no annotations, so a typed caller may not call it; this one may be called
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -287,6 +288,7 @@ class _Methods(TorchFunctionMode):
 def _where() -> str:
     """Return the file and line of the caller's operation, skipping frames of torch and of this module."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    # jaxtyping's frames are there if its check of shapes is on
     asked = [frame for frame in frames if not {"torch", "jaxtyping"} & set(Path(frame.filename).parts)]
     return f"{Path(asked[-1].filename).name}:{asked[-1].lineno}"
 

@@ -260,12 +260,13 @@ class TokenTexts:
         if isinstance(entry, str):
             if (found := _BYTE.fullmatch(entry)) and alone != entry:  # else it is the text <0x41> itself
                 return bytes.fromhex(found[1])
+            # an entry is read byte by byte only for a part of a character: else the decoded text is the safer source
             if _REPLACEMENT in alone and all(character in _BYTE_LEVEL for character in entry):
                 return bytes(_BYTE_LEVEL[character] for character in entry)
         # any ordinary token will do: the token is decoded in the middle of a text, not at its start
         anchor = self._tokenizer.encode("a", add_special_tokens=False)
         text = self.after(anchor[-1], token) if anchor else alone
-        return text.encode("utf-8", "surrogatepass")
+        return text.encode("utf-8", "surrogatepass")  # an unpaired surrogate is no error, whatever tokenizer it is from
 
 
 class TokenSpans:

@@ -182,7 +182,7 @@ class Guard:
 
 
 _T = TypeVar("_T")
-_END: Any = object()
+_END: Any = object()  # no request of a caller can be this object
 
 
 class Box(abc.ABC):
@@ -289,7 +289,7 @@ class Dispatcher:
         if self._thread is None and (not box.blocks or any(listener is not box for listener in self._boxes.values())):
             thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
             thread.start()
-            self._thread = thread
+            self._thread = thread  # after `start`, which may fail; the new thread waits for the caller's lock
 
     def deliver(self, event: Event) -> bool:
         """Put an event into the box of its request, and after the last one forget the box; return ``False`` if nobody
@@ -421,7 +421,7 @@ def _leave_behind() -> None:
     """
     for service in list(_services):
         service.turn.lost = service.busy
-    _services.clear()
+    _services.clear()  # at this process' exit `_stop` must not wait for threads of the other one
 
 
 os.register_at_fork(after_in_child=_leave_behind)

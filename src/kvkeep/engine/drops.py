@@ -73,7 +73,7 @@ def dropped(drops: Iterable[Drop]) -> Spans:
 
 
 def due(drops: Iterable[Drop], tokens: int) -> Spans:
-    """Return the spans that are dropped once so many tokens were read."""
+    """Return the spans of all drops that have taken place once so many tokens were read: at that place or before it."""
     return dropped(drop for drop in drops if drop.after <= tokens)
 
 
@@ -168,6 +168,7 @@ def left_out(before: Sequence[Told], prompt: Sequence[Told]) -> LeftOut | None:
         before: the messages of the memory, its last answer at the end.
         prompt: those of the prompt, without its last token: one is left to read.
     """
+    # fewer than two are no first message and answer
     if len(before) < 2 or len(prompt) < 2 or before[0].ids != prompt[0].ids:
         return None
     *others, answer = before

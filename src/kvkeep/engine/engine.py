@@ -140,7 +140,7 @@ class Engine:
             from the last prompt, kept beside it as it was before), ``continue`` (always) or ``fresh`` (never).
         conversation_ttl: seconds after which such a memory is forgotten if nobody uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
-        guard: of requests that have none, see `Request`.
+        guard: of requests that have none, see `Request`; sessions and prefixes go without it.
         keep_prompt: of requests and sessions that say nothing about it, see `BoundedCache`.
 
     Raises:
@@ -268,7 +268,11 @@ class Engine:
 
     @property
     def n_waiting(self) -> int:
-        """Return the number of requests that have not had a row yet."""
+        """Return the number of requests that have not begun: they wait for their first row, or for the reading of an
+        equal prompt.
+
+        One that waits for a row after its prompt was read with another's has begun, and counts in `n_running`.
+        """
         # a copy, since a thread that steps changes the mapping meanwhile
         return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._sequences.values()))
 
@@ -407,8 +411,8 @@ class Engine:
         """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
 
         Args:
-            name: by which the session is found again; ``None``: the session ends with the engine, also by a later
-                engine with the same ``session_dir``.
+            name: by which the session is found again, also by a later engine with the same ``session_dir``; ``None``:
+                the session ends with the engine.
             policy: the eviction policy; by default the snapshot's, or else the engine's.
             budget: tokens kept per layer and head; by default the snapshot's, or else the engine's.
             sequence: identity for everything random, see `Request`.
@@ -626,6 +630,7 @@ class Engine:
 
         If all rows are free and the next policy needs other ones, replace them first.
         """
+        # without rows after a change of them that failed, even the same policy needs new ones
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._kv.policy):
             # a failure ends the requests that wait for these rows, so the loop comes to others
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
@@ -743,7 +748,7 @@ class Engine:
             place: its place in the queue.
         """
         self._duplicates.leave(twin)
-        twin.begin_prefilled(contents, reader.budget)
+        twin.begin_prefilled(contents, reader.budget)  # which the reader's guard may have chosen
         unknown = twin.memory_usage, twin.lost
         self._measure(twin, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._append(twin, token)

@@ -192,7 +192,7 @@ class Grammars:
         asked = request.structured_outputs
         if asked is None:
             return None
-        assert isinstance(asked, Structure)
+        assert isinstance(asked, Structure)  # a request turns a mapping into one when it is made
         matcher = self._kept(asked)
         if matcher is None:
             with self._place(), self._compiling:
@@ -247,7 +247,7 @@ class Grammars:
         Raises:
             FormError: see `constraint`.
         """
-        known = self._tokens()
+        known = self._tokens()  # before the import, since it says what to install if llguidance is missing
         import llguidance
 
         grammar = self._grammar(asked)
@@ -285,7 +285,7 @@ class Grammars:
         """
         backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
         ends = self._ends or (getattr(self._tokenizer, "eos_token_id", None),)
-        # a model may have spare tokens, and a tokenizer more than the model
+        # a model may have spare tokens, and a tokenizer more than the model; `None` raises here, see above
         size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
         return without_special_texts(backend.to_str()), size, [token for token in ends if token is not None]
 
@@ -353,7 +353,7 @@ class Grammars:
 
 def special_texts(tokenizer: Tokenizer | None) -> list[tuple[int, str]]:
     """Return the ids and the texts of a tokenizer's special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # `None` has none, nor need a tokenizer of other code
     return [(token, entry.content) for token, entry in added.items() if entry.special]
 
 

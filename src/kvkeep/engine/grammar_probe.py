@@ -1,4 +1,4 @@
-"""The script of the process that tries grammars, one JSON line after another; see `grammars`.
+"""The script of the process that tries grammars for `kvkeep.engine.grammar`, one JSON line after another.
 
 The first line is the tokenizer. A grammar that takes too long or too much memory ends this process and no other. It
 imports neither torch nor transformers.
@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from kvkeep.models.sandbox_limits import limit_memory, serve
 
 _TOKENIZER_BYTES = 2**31  # far more than the tables of a vocabulary take
-_FOUND: list[LLTokenizer] = []
+_FOUND: list[LLTokenizer] = []  # the tokenizer of the first line; empty before it
 
 
 def compiled(kind: str, text: str) -> str:

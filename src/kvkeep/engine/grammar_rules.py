@@ -38,6 +38,7 @@ _GROUP = "("
 """Stands between the rule in which a group is and the group's number."""
 _COLON = ("mark", ":")
 
+# ".." stands between the ends of a range of characters; left out as a gap, it leaves two texts, which end as well
 _TOKEN = re.compile(
     r"""
     (?P<gap>[ \t\r]+|(?:\#|//)[^\n]*|\.\.)
@@ -78,7 +79,9 @@ def endless_rule(grammar: str) -> str | None:
 
 
 def _endless_part(alternatives: list[list[_Part]], endless: set[str]) -> str | None:
-    """Return a part of an endless rule that does not end either; ``None`` if that is a schema."""
+    """Return the rule of the first needed part that does not end either; ``None`` if there is none, as for a schema,
+    which stands as a rule without alternatives.
+    """
     return next((part.rule for parts in alternatives for part in parts if part.needed and part.rule in endless), None)
 
 

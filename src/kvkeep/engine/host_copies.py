@@ -147,6 +147,7 @@ class _View(NamedTuple):
     def over(self, flat: Bytes) -> Tensor:
         """Return the tensor that this view describes, over a flat buffer of bytes."""
         storage = flat[self.start : self.start + self.nbytes].view(self.dtype)
+        # `as_strided` counts from the beginning of the whole buffer, not of this part
         return storage.as_strided(self.shape, self.stride, storage.storage_offset() + self.offset)
 
 

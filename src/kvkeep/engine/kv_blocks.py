@@ -80,8 +80,7 @@ class Blocks:
     Args:
         policies: the policy of each layer, which differ in how heads share a budget.
         like: slots of each layer, which show shapes, dtype and device.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.KV_BITS`; ``None``: the dtype of
-        ``like``.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv_bits.KV_BITS`; ``None``: the dtype of ``like``.
         among: which KV heads this process holds; by default all.
         transforms: of the keys of each layer before they are coded; by default only those that all keys have.
 
@@ -352,12 +351,13 @@ def keeps_states(model: Model) -> bool:
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
+    # any policy and budget will do: only the kinds of the layers count
     return bool(states_of(BoundedCache(model.config, "full", 1)))
 
 
 def probed(model: Model) -> BoundedCache:
     """Run the model on one token and return the cache, whose tensors show the shapes of every layer."""
-    cache = BoundedCache(model.config, "full", 1)
+    cache = BoundedCache(model.config, "full", 1)  # the one token fits, so that the policy never has to choose
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), **handed(model, cache))
     return cache

@@ -144,6 +144,7 @@ class KVManager:
         self._config, self._latent = model.config, caches_latents(model.config)
         self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}
+        # still equal to the one that was given: a rule for heads is no option of the policy, so it is not compared
         self.policy = policy = self.ruled(policy)
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Owner | None] = []
@@ -157,6 +158,7 @@ class KVManager:
         layout = self._layout(policy)
         self.heads = layout.heads
         found = key_transforms(model) if transforms_keys(layout.kv_bits) else {}
+        # for all layers or for none: the blocks take them in the order of the layers
         transforms = [found[number] for number in layers] if found.keys() >= layers.keys() else []
         self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads, transforms=transforms)
         self._windows = {index: layer.window for index, layer in layers.items()}
@@ -164,7 +166,7 @@ class KVManager:
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades or self._has_states
         self.row_bytes = self._blocks.row_bytes(self.numbers(policy, budget)) + self._state_bytes
-        self.allocate(0)
+        self.allocate(0)  # whoever makes the rows asks for `row_bytes` before it says how many there shall be
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:

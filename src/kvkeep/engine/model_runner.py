@@ -132,6 +132,7 @@ class ModelRunner:
         # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
         self._rule = LengthRule.of(model)
+        # frequencies that follow the length of a text are chosen by the host in each step, which cannot be recorded
         self.graphs = Graphs(model, self._options) if graphs and not self._rule else None
         self._named, self._adapters = adapters_of(model), ""
 
@@ -256,6 +257,7 @@ class _Input(NamedTuple):
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)
         ends = [max(row) + 1 for row in positions]
         prompts = [0 if sequence is None else len(sequence.to_read) for sequence in batch.rows]
+        # in main memory, since only models whose frequencies follow the length ever look at them
         lengths = torch.tensor(list(map(max, ends, prompts)))[:, None].expand(-1, T)
         return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask, lengths)
 

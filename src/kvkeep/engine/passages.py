@@ -31,7 +31,10 @@ from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.types import Phase
 
 CUE, TOLD = 12, 6
-"""Tokens of a passage that are given, and tokens after them that are to be told."""
+"""Tokens of a passage that are given, and tokens after them that are to be told.
+
+More passages make the measurement better, more told tokens do not; see ``lab/log/evaluation.md``.
+"""
 FEWEST, MOST, SPACING = 5, 32, 224
 """Passages of a text: one for so many of its tokens, within these bounds."""
 
@@ -57,7 +60,7 @@ def places(ids: Sequence[int], number: int | None = None) -> list[int]:
     """
     length, rarity = CUE + TOLD, Counter(ids)
     number = min(number or max(FEWEST, min(MOST, len(ids) // SPACING)), len(ids) // length)
-    if number < 2:
+    if number < 2:  # no error can be told of a single one
         return []
     sums = [0.0]
     for token in ids:
@@ -99,7 +102,7 @@ class Passages:
         told = self._told([first, self._between, some, self._between, some])
         # in the others a model that has just read the passage would be as far from certainty
         self._gain = told.mean() - self._untold
-        if not float(self._gain.mean()) > _LEAST_GAIN:
+        if not float(self._gain.mean()) > _LEAST_GAIN:  # so NaN is refused as well
             raise InputError("the model does not quote what it has just read")
 
     def __len__(self) -> int:

@@ -61,6 +61,7 @@ class PrefixCache:
         length_key: Callable[[int], Hashable] = lambda n: None,
         recall: Callable[[Sequence, int], Contents | None] = lambda sequence, tokens: None,
     ) -> None:
+        # without chunks nothing is kept, and 1 only spares the divisions below a case of their own
         self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
         self._weights, self._length_key = weights, length_key
         self._found: OrderedDict[Hashable, Contents] = OrderedDict()

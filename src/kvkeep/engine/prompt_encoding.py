@@ -1,4 +1,4 @@
-"""The token ids and messages that a memory stands for, in the engine and beside a snapshot."""
+"""The token ids and messages that a memory stands for, and the token ids of the requests that go on from it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class PromptEncoder:
         return frozenset() if self._tokenizer is None else frozenset(control_tokens(self._tokenizer)) - self.turn_ends
 
     def is_chat(self, request: Request) -> bool:
-        """Tell whether a request's prompt is a conversation in the form of the chat template."""
+        """Return whether a request's prompt is a conversation in the form of the chat template."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             return False
         return request.chat or request.messages is not None or (isinstance(request.prompt, str) and not request.raw)
@@ -214,6 +214,7 @@ class PromptEncoder:
         """Return the token ids of a text about which questions will be asked, and the place in the chat template where
         they go on.
         """
+        # a request only for the error, which names what needs a tokenizer
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
@@ -235,7 +236,7 @@ class PromptEncoder:
             question, more = question_of(request, past.opening)
             return before + tuple(past.opening.rest(checkpoint, question, past.ids, more))
         new = self.messages_of(request)
-        if not new:
+        if not new:  # a text without the chat template
             return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
         ids = tuple(
             tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()

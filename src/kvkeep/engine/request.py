@@ -88,6 +88,7 @@ def functions(tools: object) -> tuple[dict[str, Any], ...]:
     Raises:
         InputError: ``tools`` is no list of mappings.
     """
+    # `None` is no mapping, so that the check below refuses what is no list
     found = tuple(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | Mapping) else (None,)
     if not all(isinstance(tool, Mapping) for tool in found):
         raise InputError(
@@ -105,6 +106,7 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     if isinstance(prompt, Mapping):
         raise InputError(f"The prompt is a {type(prompt).__name__}; give its token ids, for example prompt.input_ids.")
     found = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    # bytes would pass for a list of small numbers
     if isinstance(found, bytes) or not isinstance(found, Iterable):
         raise InputError(f"The prompt is of the type {type(prompt).__name__}; give a text or token ids.")
     ids = tuple(found)
@@ -162,6 +164,7 @@ def check_name(name: object) -> str:
     """
     if not isinstance(name, str) or not name.strip():
         raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
+    # Windows allows none of these characters, and temporary files of a session folder begin with a dot
     if any(character in '/\\<>:"|?*' or not character.isprintable() for character in name) or name.startswith("."):
         raise InputError(
             f"name={name!r:.80} cannot be the name of a session's file: give letters, digits, spaces, - and _, no path "
@@ -216,7 +219,8 @@ class Structure:
     """The form that an answer must have.
 
     Attributes:
-        kind: how the text is to be read. ``grammar`` is GBNF or Lark; ``lark`` is Lark.
+        kind: how the text is to be read. ``grammar`` is GBNF or Lark; ``lark`` is Lark, which kvkeep writes for
+            tools.
         text: the schema, the list of choices as JSON, the regular expression or the grammar.
     """
 
@@ -256,7 +260,7 @@ def structure_of(given: object) -> Structure | None:
     return checked(_READ[name](value))
 
 
-_NO_OBJECT = ("json_object", False)
+_NO_OBJECT = ("json_object", False)  # the same as leaving it out
 
 
 def json_structure(schema: object) -> Structure:
@@ -707,7 +711,8 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
     """Return a session's turn as a request. Refuse fields that the session decides, such as the policy.
 
     Raises:
-        InputError: ``asked`` is none of these, or names a policy, budget, sequence, snapshot or adapter.
+        InputError: ``asked`` is nothing that `request_of` takes, or names a policy, budget, sequence, snapshot, adapter
+            or drops, or what belongs to a whole conversation (`Request.templated`, but for ``chat_template_kwargs``).
     """
     request = request_of(asked, sampling)
     if request.drops:

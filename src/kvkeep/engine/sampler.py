@@ -245,7 +245,7 @@ def choose(
     u = uniform(0, seeds, steps).double()[:, None]  # each row has a seed of its own, so the common one is 0
     total = logits.softmax(dim=-1).double().cumsum(dim=-1)
     # float32 probabilities do not sum to 1 exactly; their own sum takes its place
-    return (total > u * total[:, -1:]).int().argmax(dim=-1)
+    return (total > u * total[:, -1:]).int().argmax(dim=-1)  # the first one beyond; torch has no argmax of booleans
 
 
 def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generations: GenericSequence[Sequence]) -> None:
@@ -287,7 +287,7 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
 
     Args:
         run: the run.
-        logits: after all tokens, batch after batch. Several batches are one sequence, see `Runner`.
+        logits: after all tokens, batch after batch. Several batches are one sequence, see `ModelRunner`.
     """
     flat, start = logits.flatten(0, 1), 0
     for batch in run.batches:

@@ -217,7 +217,7 @@ def whole(name: str, value: object) -> int:
     try:
         if isinstance(value, bool):  # an int to Python
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]  # what is no number raises, and is refused below
     except Exception:  # an array of several numbers, for example
         raise InputError(f"{name}={_shown(value)} is not a whole number.") from None
 
@@ -286,6 +286,10 @@ def _biases(given: object) -> Biases:
 
 def _repetition_rule(given: Any) -> RepetitionDetectionParams | None:
     """Return the checked rule that ends a repetitive text; ``None`` if repetition ends nothing.
+
+    Args:
+        given: a rule, or a mapping with its fields; ``True``: ``kvkeep.parameters.REPETITION_RULE``. ``None``,
+            ``False`` and a rule with a ``max_pattern_size`` of 0 end nothing.
 
     Raises:
         InputError: ``given`` is no rule, or a number of it is out of range.

@@ -322,7 +322,10 @@ class Scheduler:
         return [sequence for sequence in self.waiting if sequence.policy is policy or sequence.policy == policy]
 
     def beginning(self) -> list[Sequence]:
-        """Return the running requests that have read nothing yet; without any, the longest waiting request."""
+        """Return the running requests that have read nothing yet; without any, the longest waiting request.
+
+        These end if giving out rows fails: somebody must, or each later step would fail in the same way.
+        """
         return [sequence for sequence in self.running if not sequence.fed] or list(self.waiting)[:1]
 
     def leave(self, sequence: Sequence) -> None:

@@ -115,6 +115,7 @@ class SessionMemory:
         settled = {"policy": policy, "budget": budget, "adapter": adapter, "keep_prompt": keeps}
         request = asked.request.replaced(**settled, sequence=sequence, pins=pin_spans(pins))
         made = self._admission.check(request, asked.id, past)
+        # `times`, too: what the turn has waited for others counts
         made.times, made.reads, made.left = asked.times, asked.reads, asked.left
         made.load, made.keep = self.load, self.keep
         self.messages = self._admission.words.messages_of(request, past)
@@ -375,6 +376,7 @@ class Session:
             self._check_open()
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
+            # for its checks alone: the session keeps its own
             self._host.admission.settle(self.policy, self.budget, snapshot.fingerprint, self.adapter)
             if (pending := self._memory.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
                 pending.finish()
@@ -442,6 +444,7 @@ class Session:
             if not gone:
                 return ()
             check_drop(gone, read=len(past.ids), dropped=count(past.dropped), pins=self.pins)
+            # `shortest=None`: no earlier state of this memory can be cut out of it any more
             after = replace(past, drops=drops_of((*past.drops, (len(past.ids), gone))), shortest=None)
             left = replace(snapshot, contents=snapshot.contents.without(gone))
             if (pending := self._memory.go_on(after, left)) is not None:
@@ -567,7 +570,7 @@ class Session:
             sequence.reads, sequence.left = reads, self._left
             if box.left:
                 return sequence.id
-            if self._running is None:
+            if self._running is None:  # before it is entered: a turn that cannot run is no request of the engine
                 sequence = self._memory.turn(sequence)
             self._host.enter(sequence, box)
             if self._running is None:

@@ -104,6 +104,7 @@ class Swapper:
         """Return the swap that is due: the sequence whose slice is over, and the one that takes its row. Return
         ``None`` if no swap is due.
         """
+        # the first swap has to save nothing: what one costs is not known before
         if not scheduler.waiting or self._saved_s < self._cost_s:
             return None
         return scheduler.swap(rows.takes, self.host_rows, least=LEAST)
