@@ -62,7 +62,7 @@ def _shaded(tokens: list[str], run: PolicyRun) -> Text:
     shaded = Text()
     for token, share in zip([*tokens, *run.answer], shares, strict=False):  # shares have room for the longest answer
         text = console.printable(token)
-        level = 0 if share == 0 else 1 + min(3, int(share * 3.999))
+        level = 0 if share == 0 else 1 + min(3, int(share * 3.999))  # quarters; the last one holds a share of 1
         shaded.append(_dots(text) if level == 0 else text, _STYLES[level])
     return shaded
 
