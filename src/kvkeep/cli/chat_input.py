@@ -213,7 +213,7 @@ def _key_bindings(pastes: _FoldedPastes) -> KeyBindings:
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if _is_open(buffer.text):
-            buffer.newline(copy_margin=False)
+            buffer.newline(copy_margin=False)  # not indented like the line before
         else:
             buffer.validate_and_handle()
 

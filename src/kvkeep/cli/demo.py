@@ -110,7 +110,7 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     from kvkeep.models.tokenization import encode
 
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
-    prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
+    prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()  # a story goes on; nobody is answered
     sampling = kvkeep.SamplingParams(
         max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=STORY_SEED if seed == SEED else seed
     )

@@ -166,7 +166,7 @@ def _sum(found: Explanation) -> None:
             console.show_bytes(end.allocated_bytes),
             console.show_factor(end.full_bytes / end.allocated_bytes),
         )
-    full = max(run.ledger.answered.full_bytes for run in found.runs)
+    full = max(run.ledger.answered.full_bytes for run in found.runs)  # of the longest answer
     figures.add_row("full cache", console.printable(found.text_of(found.answer)), "", console.show_bytes(full), "1.0×")
     console.out().print(figures)
     for run in found.runs:

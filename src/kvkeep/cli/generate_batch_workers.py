@@ -72,6 +72,7 @@ def reader(
         if _are_ids(prompt):
             return _known(checkpoint, prompt)
         raw, special = raw or request.raw, {}
+        # the tokenizer's argument, not the template's
         if "add_special_tokens" in template:
             special["add_special_tokens"] = template.pop("add_special_tokens")
         if isinstance(prompt, str):

@@ -169,6 +169,7 @@ def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
     said = f"{path} has no command {shown(name)}."
     if close:
         return f"{said} Did you mean {path} {close[0]}?"
+    # `policies` is the only group of kvkeep's own below the application
     if ctx.parent is not None:
         return f"{said} Did you mean {path} show {quoted(name)}?"
     if remedy := _OTHER_COMMANDS.get(name.lower()):

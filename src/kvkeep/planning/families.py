@@ -476,7 +476,7 @@ def _count(path: Path, found: Mapping[str, Any]) -> Outline:
     embeddings, is_tied = hidden * vocabulary, of.flag("tie_word_embeddings", family.is_tied)
     in_layer = sum(outputs * inputs for outputs, inputs in each.matrices) + each.vectors
     length, padding = of.number("max_position_embeddings"), found.get("pad_token_id")
-    if padding is not None and padding >= vocabulary:
+    if padding is not None and padding >= vocabulary:  # no model can be built so; `built` says it better
         raise _Unknown
     return Outline(
         name=str(path),
