@@ -110,7 +110,8 @@ class CalibrateOptions(ModelOptions):
     json: bool = option(JSON)
 
     def check_values(self) -> None:
-        """Refuse a text or a model that does not exist, and names of dtypes and devices.
+        """Refuse an unknown ``--for``, one that excludes ``--from-duo``, a text or a model that does not exist, and a
+        dtype or a device that cannot be used.
 
         Raises:
             KVKeepError: one of them cannot be used.

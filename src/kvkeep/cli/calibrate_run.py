@@ -32,7 +32,7 @@ _FEW = 8
 """Heads of a layer whose needs are shown with two digits; more are shown in tenths."""
 
 _ENOUGH = 12
-"""Questions that say something."""
+"""Right answers from which needs can be told; with fewer they rest on the text."""
 
 _SMALL = 0.005  # shown as 0.00
 
@@ -160,12 +160,13 @@ def _measure(request: CalibrateOptions) -> Profile:
 
 def _write_queries(request: CalibrateOptions) -> None:
     """Measure the mean queries of every head, write TriAttention's file, and print a summary."""
-    job = prepare(replace(request, documents=0))
+    job = prepare(replace(request, documents=0))  # documents hold planted facts, for needs of heads alone
     for note in job.notes():
         console.note(note)
     texts = [passage.ids for passage in job.windows]
     writer = writer_of(job.checkpoint, request)
     content = triattention.statistics(writer, texts)
+    # again: such a file may have come into being while the model ran
     request.check_output()
     triattention.save(content, request.output)
     heads, tokens = len(content["stats"]), sum(map(len, texts))
@@ -220,7 +221,7 @@ def _settings(request: CalibrateOptions) -> CalibrationSettings:
 
 
 def _save(profile: Profile, request: CalibrateOptions) -> None:
-    """Write the profile, after a check that it overwrites nothing."""
+    """Write the profile, after another check that it overwrites nothing: the file may be new since the first one."""
     request.check_output()
     profile.save(request.output)
 

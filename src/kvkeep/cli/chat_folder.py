@@ -191,13 +191,14 @@ class ChatPlace:
 
     def leave(self) -> None:
         """Release the lock on the conversation. The conversation's folder is removed if nothing was saved."""
+        # before the lock is released: nobody has begun to use the folder yet
         with suppress(OSError):  # something was saved
             self.file.parent.rmdir()
         self.lock.release()
 
 
 def _precedes(one: Snapshot, other: Snapshot) -> bool:
-    """Return whether a memory is an earlier one of the same conversation."""
+    """Return whether a memory is an earlier one of the same conversation: by its messages, settings and tokens."""
     told, later = one.note.get("messages"), other.note.get("messages")
     if one.tokens is None or other.tokens is None or not isinstance(told, list) or not isinstance(later, list):
         return False

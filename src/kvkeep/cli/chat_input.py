@@ -70,7 +70,7 @@ class TypedMessages:
             key_bindings=_key_bindings(self._pastes),
             input_processors=[_Labels(self._pastes)],
             enable_suspend=True,
-            reserve_space_for_menu=0,
+            reserve_space_for_menu=0,  # lines for a menu of completions, of which there are none
             input=keys,
             output=self._screen,
         )
@@ -124,6 +124,7 @@ def _silent_keyboard() -> Iterator[None]:
     before = termios.tcgetattr(number)
     quiet: list[Any] = [*before]
     quiet[0] &= ~termios.ICRNL  # the line editor expects Enter as the keyboard sends it
+    # keys wait one by one, not by line; otherwise Ctrl-C would drop those that wait
     quiet[3] = (quiet[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH
     termios.tcsetattr(number, termios.TCSANOW, quiet)
     try:
@@ -212,7 +213,7 @@ def _key_bindings(pastes: _FoldedPastes) -> KeyBindings:
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if _is_open(buffer.text):
-            buffer.newline(copy_margin=False)
+            buffer.newline(copy_margin=False)  # not indented like the line before
         else:
             buffer.validate_and_handle()
 
@@ -283,11 +284,11 @@ def _make_private(path: Path) -> None:
 
 
 def _shorten(path: Path) -> None:
-    """Drop the older half of a file that has grown large.
+    """Cut a file that has grown beyond `_MOST_HISTORY_BYTES` to the newest entries in half of that.
 
     Raises:
         OSError: the file cannot be written.
     """
     if path.stat().st_size > _MOST_HISTORY_BYTES:
         newer = path.read_bytes()[-_MOST_HISTORY_BYTES // 2 :]
-        path.write_bytes(newer[max(0, newer.find(_ENTRY)) :])
+        path.write_bytes(newer[max(0, newer.find(_ENTRY)) :])  # -1: one entry that is longer than that

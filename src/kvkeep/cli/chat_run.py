@@ -64,7 +64,7 @@ def is_command(message: str) -> bool:
 
 
 def run(line: str, talk: ChatSession) -> None:
-    """Run a command.
+    """Run a command of the conversation, such as ``/rewind 2``.
 
     Raises:
         InputError: there is no such command, or its words cannot be used.
@@ -143,6 +143,7 @@ def _rewind(talk: ChatSession, turns: str = "1") -> None:
     Raises:
         InputError: the text is no number of turns, or so many cannot be taken back.
     """
+    # the length first: Python reads no number of thousands of digits
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
         raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_TURNS_BACK}.")
     with Uninterrupted():
@@ -239,7 +240,7 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
         memory.check_adapter(request.adapter)
     request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse(request.policy)
-    budgets.check(1 if request.budget is None else request.budget)
+    budgets.check(1 if request.budget is None else request.budget)  # 1 passes: the default comes later
     check_weights(request)
     check_folders(request.adapter)
     if request.session is not None and request.model is None and memory is None:

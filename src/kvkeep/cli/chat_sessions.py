@@ -105,9 +105,11 @@ class ChatSession:
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
         self._adapter = next(iter(engine.adapters), None)  # if it could not be merged into the weights
+        # the policy is named: an engine loads no module just because a snapshot names one
         own: dict[str, Any] = {"snapshot": memory, "sequence": sequence, "adapter": self._adapter}
         self.session: Session = engine.session(policy=engine.policy, **own)
         self._states = TurnStates(memory)
+        # a memory of --memory is not in the file of the conversation yet
         self._is_saved = place.is_saved or memory is None
         self._on_disk = memory if place.is_saved else None
 
@@ -193,6 +195,7 @@ class ChatSession:
         if state is self.state:
             return False
         self._states.add(state)
+        # the last turn can be taken back, however large its memories are
         while self._states.turns > 1 and self._states.nbytes > MOST_STATE_BYTES:
             self._states.drop_oldest()
         self._is_saved = False

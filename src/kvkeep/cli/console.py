@@ -27,7 +27,7 @@ from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo
 
 from kvkeep.errors import KVKeepError, three_digits
-from kvkeep.errors import show_bytes as show_bytes
+from kvkeep.errors import show_bytes as show_bytes  # for commands, which show sizes by this module
 
 P = ParamSpec("P")
 
@@ -345,6 +345,7 @@ def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
 
 def show_factor(factor: float) -> str:
     """Return a factor as text: ``4.0×``, or ``0.04×`` with two digits where it is small."""
+    # above 0.95, one digit after the point rounds to 1.0 or more
     return f"{factor:.1f}×" if factor >= 0.95 else f"{factor:.2g}×"
 
 
@@ -368,6 +369,7 @@ def show_time_left(seconds: float) -> str:
 
 def show_seconds(seconds: float) -> str:
     """Return a duration as text: ``310 ms``, ``4.2 s``."""
+    # from 0.9995 on, milliseconds would be rounded to 1000
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 

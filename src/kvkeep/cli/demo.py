@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 STORY_BUDGET = 128
 SEED = 2
+"""A question that the full cache answers, and the newest tokens alone do not."""
 STORY_SEED = 1
 """A story that does not end early."""
 OPENING = "Once upon a time, there was a little dog named Max. He lived in a big house near the forest."
@@ -109,7 +110,7 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     from kvkeep.models.tokenization import encode
 
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
-    prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
+    prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()  # a story goes on; nobody is answered
     sampling = kvkeep.SamplingParams(
         max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=STORY_SEED if seed == SEED else seed
     )
@@ -262,7 +263,7 @@ class Page:
     def __init__(self, screen: Console, engine: kvkeep.Engine) -> None:
         self._screen, self._engine, self._text, self._seen = screen, engine, Text(OPENING, "dim"), 0
         self._result: kvkeep.Result | None = None
-        self._live = Live(console=screen, auto_refresh=False, vertical_overflow="visible")
+        self._live = Live(console=screen, auto_refresh=False, vertical_overflow="visible")  # else cut at a low screen
         self._written = 0.0
 
     def __enter__(self) -> Page:

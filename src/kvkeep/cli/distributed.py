@@ -27,6 +27,7 @@ WAIT_S = 5.0
 
 def processes() -> int:
     """Return how many processes torchrun has started; 1 without torchrun."""
+    # containers of a cluster may set WORLD_SIZE as well; the id comes from torchrun alone
     return _number("WORLD_SIZE") if os.environ.get("TORCHELASTIC_RUN_ID") else 1
 
 

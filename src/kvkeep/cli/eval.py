@@ -52,6 +52,7 @@ def joined(
         InputError: two options were given that exclude each other.
     """
     given = sum(option is not None for option in (merge, leaderboard, report, shard))
+    # --merge and --leaderboard write results, which a dry run does not; --report runs no cell with or without --dry-run
     if given > 1 or (dry_run and (merge is not None or leaderboard is not None)):
         raise InputError(
             "--merge, --leaderboard, --report and --shard exclude each other; --dry-run goes with --shard."
@@ -364,7 +365,7 @@ class EvalOptions(ModelOptions):
     plots: bool = option(NO_PLOTS)
     dry_run: bool = option("Run nothing; show the cells, their memory and time.", default=False, group=OUTPUT)
     json: bool = option(JSON)
-    output: Path = Path()
+    output: Path = Path()  # this and the next are set by `checked`
     folders: tuple[Path, ...] = ()
 
     @classmethod
@@ -373,7 +374,9 @@ class EvalOptions(ModelOptions):
         return {**given, **replaced(given["recipe"], given["quick"])}
 
     def check_values(self) -> None:
-        """Refuse a task, a model or a policy that does not exist, and names of dtypes and devices.
+        """Refuse a task, a model or a policy that does not exist, and a dtype or a device that cannot be used.
+
+        Tasks and policies are looked at only if something is measured.
 
         Raises:
             KVKeepError: one of them cannot be used.

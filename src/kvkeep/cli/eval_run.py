@@ -167,7 +167,7 @@ _GAP = 2
 
 
 def parts(source: reports.Table, width: int) -> Iterator[Table]:
-    """Yield one table, or several tables if its columns do not fit beside each other."""
+    """Yield a table of results for a terminal of this width; several if its columns do not fit beside each other."""
     names = [console.visible(policy) for policy in source.rows]
     longest = min(max(map(len, ("policy", *names))), width // 2)
     columns = list(zip(map(console.visible, source.columns), *source.rows.values(), strict=True))

@@ -97,7 +97,7 @@ class ExplainOptions(ModelOptions):
     json: bool = option(JSON)
 
     def check_values(self) -> None:
-        """Refuse a text or a model that does not exist, and names of dtypes and devices.
+        """Refuse a text, a model or a policy that does not exist, and a dtype or a device that cannot be used.
 
         Raises:
             KVKeepError: one of them cannot be used.
@@ -142,7 +142,7 @@ class ExplainOptions(ModelOptions):
         options["--plots"] = self.plots
         words = ["kvkeep", "explain", *([self.model] if self.model else [])]
         for name, value in options.items():
-            if value not in (None, "", "auto"):
+            if value not in (None, "", "auto"):  # auto is the default of dtype and device
                 words += [name, str(value)]
         return " ".join(map(quote, [*words, *(["--raw"] if self.raw else [])]))
 
@@ -151,4 +151,4 @@ def as_typed(budget: float | int) -> str:
     """Return a budget as the option takes it: a share in per cent, or a number of tokens."""
     if isinstance(budget, int):
         return str(budget)
-    return f"{budget:.10%}".rstrip("0%").rstrip(".") + "%"
+    return f"{budget:.10%}".rstrip("0%").rstrip(".") + "%"  # 10 digits hide how a share was rounded

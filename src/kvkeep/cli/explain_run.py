@@ -62,7 +62,7 @@ def _shaded(tokens: list[str], run: PolicyRun) -> Text:
     shaded = Text()
     for token, share in zip([*tokens, *run.answer], shares, strict=False):  # shares have room for the longest answer
         text = console.printable(token)
-        level = 0 if share == 0 else 1 + min(3, int(share * 3.999))
+        level = 0 if share == 0 else 1 + min(3, int(share * 3.999))  # quarters; the last one holds a share of 1
         shaded.append(_dots(text) if level == 0 else text, _STYLES[level])
     return shaded
 
@@ -166,7 +166,7 @@ def _sum(found: Explanation) -> None:
             console.show_bytes(end.allocated_bytes),
             console.show_factor(end.full_bytes / end.allocated_bytes),
         )
-    full = max(run.ledger.answered.full_bytes for run in found.runs)
+    full = max(run.ledger.answered.full_bytes for run in found.runs)  # of the longest answer
     figures.add_row("full cache", console.printable(found.text_of(found.answer)), "", console.show_bytes(full), "1.0×")
     console.out().print(figures)
     for run in found.runs:

@@ -45,7 +45,9 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
 
 def check_text(file: str | None, *, kind: str) -> None:
-    """Refuse a text file that does not exist, as `read_text` would. Standard input and ``None`` pass.
+    """Refuse a text file that does not exist, as `read_text` would.
+
+    Standard input and ``None`` pass, and an empty name, which `read_text` refuses.
 
     Raises:
         InputError: there is no such file.
@@ -215,6 +217,7 @@ def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
         "win32": ("LOCALAPPDATA", "AppData/Local"),
         "darwin": (None, below_on_mac),
     }.get(sys.platform, (variable, below))
+    # the rules of XDG ignore a path that is not absolute
     if named and os.path.isabs(folder := os.environ.get(named, "")):
         return Path(folder)
     try:

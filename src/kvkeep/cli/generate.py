@@ -52,7 +52,7 @@ _PROMPT, JOB = "Prompt", "Batch job"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The options of a batch job, beside a `Request` without a prompt.
+    """The options of a batch job that a single prompt does not have.
 
     Attributes:
         input: file or folder of prompts, or its address.
@@ -81,7 +81,7 @@ def parse_memory(text: str, option: str) -> str:
     Raises:
         InputError: the text is empty, or a size.
     """
-    if exists(text):
+    if exists(text):  # a file may be called 2GB
         return text
     if not text.strip():
         raise InputError(f"{option} is empty. Give a file that kvkeep remember has written.")
@@ -112,6 +112,7 @@ def standard_input(
         return model, file
     if source != STANDARD_INPUT:
         if prompt is not None:
+            # a model that exists was meant as one, and is no word of the prompt
             parts = (prompt, source) if model is None or exists(model) else (prompt, model, source)
             raise InputError(f"Unexpected argument {shown(source)}. {quotes_missing(' '.join(parts))}")
         raise InputError(
@@ -168,7 +169,7 @@ def read_schema(file: str, option: str) -> str:
 def word_of_prompt(model: str | None, prompt: str | None) -> str | None:
     """Return advice about quotes if the model may be the second word of an unquoted prompt; else ``None``.
 
-    It may be if both are single words without a slash and no file or folder has the model's name.
+    It may be if the prompt has no space, the model has no slash, and no file or folder has the model's name.
     """
     if not model or not prompt or "/" in model or " " in prompt or exists(model):
         return None
@@ -179,6 +180,7 @@ def _advice(model: str | None) -> str:
     """Return advice on how to give a prompt. A word in the model's place may have been meant as the prompt."""
     if model is not None and exists(model, folder=False):
         return f"{model} is a file, not a model; to continue its text: --prompt-file {quoted(model)}"
+    # a slash is for names of the hub and paths, which were meant as a model
     if model is not None and "/" not in model and not model.startswith("-") and not exists(model):
         return f"If {quoted(model)} is the prompt: -p {quoted(model)}"
     return "Give --prompt TEXT, --prompt-file FILE, or - for standard input."
@@ -190,6 +192,7 @@ def _check_no_file(prompt: str) -> None:
     Raises:
         InputError: the prompt is such a name.
     """
+    # several words are a text, even if a file has them for its name
     if not any(letter.isspace() for letter in prompt) and exists(prompt, folder=False):
         raise InputError(f"The prompt is the name of a file. To read the file: --prompt-file {quoted(prompt)}")
 
@@ -229,7 +232,7 @@ class GenerationOptions(CacheOptions):
     repetition_detection: bool | Mapping[str, int] = option(REPETITION_DETECTION)
 
     def check_values(self) -> None:
-        """Refuse a memory or a model that does not exist, a policy, and names of dtypes and devices.
+        """Refuse a memory, a model or a policy that does not exist, and a dtype or a device that cannot be used.
 
         Raises:
             KVKeepError: one of them cannot be used.
@@ -338,7 +341,7 @@ class GenerateOptions(GenerationOptions):
         name="budget",
         read=options.parse_budget,
     )
-    budget: int | None = None
+    budget: int | None = None  # this and the next are set by `checked`
     keep_ratio: float | None = None
     pin_system: bool = option(
         "Never evict the system message: that of --system, or those of a file's messages.",
@@ -387,7 +390,7 @@ class GenerateOptions(GenerationOptions):
         if self.input is not None:
             check_input(self.input)
         super().check_values()
-        if self.config:
+        if self.config:  # an empty name is refused when the file is read
             from kvkeep.config import Config  # imports torch
 
             refuse_device(self.config, "configuration")
@@ -436,6 +439,7 @@ class GenerateOptions(GenerationOptions):
             return
         if self.output is None:
             raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
+        # refuses an empty name
         _output_place(self.output)
         if self.max_rows is not None and self.max_rows < 1:
             raise InputError(f"--max-rows {self.max_rows} runs nothing; give 1 or more.")

@@ -132,7 +132,7 @@ def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json:
     """Print the numbers of a job, as JSON or in words."""
     new, seconds = found["new_tokens"], found["seconds"]
     if as_json:
-        stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
+        stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout  # completions have the other one
         stream.write(json.dumps(found) + "\n")
     elif new:
         speed = f"{console.show_rate(new / seconds)} tokens/s"
@@ -321,6 +321,7 @@ def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Ba
         InputError: all lines could be run, and yet such a file is there already.
     """
     to_file = batch.output != "-"
+    # a file is written anew, with all lines; a stream has got those that cannot be run before the job began
     entries = survey.entries(read_lines(source), failed, bad=to_file or not failed)
     if to_file:
         if not survey.bad and os.path.lexists(beside(batch)):  # lines of an earlier run that are nowhere else
@@ -363,8 +364,8 @@ def published(batch: BatchOptions) -> Iterator[BatchOptions]:
     """Yield the options of a job that writes to a local file, and publish its lines at the end.
 
     A local output is used as it is. If an error is raised or the user ends the job, nothing is published; a job that
-    ends without some lines' answers publishes the others. The local
-    file stays until every line has its completion at the destination, so the same command goes on from there.
+    ends without some lines' answers publishes the others. The local file stays until every line has its completion at
+    the destination, so the same command goes on from there.
 
     Raises:
         InputError: the destination cannot be written.
@@ -408,7 +409,7 @@ def together(batch: BatchOptions) -> BatchOptions:
     if batch.workers is not None:
         raise InputError("--ray-workers does not go together with torchrun. Start the command without torchrun.")
     join_processes()
-    return batch if distributed.leads() else replace(batch, output="-")
+    return batch if distributed.leads() else replace(batch, output="-")  # which leads nowhere there
 
 
 def tell(output: OutputFile) -> None:
@@ -450,7 +451,7 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
     memory = None if request.memory is None else SavedMemory.read(request.memory)
     request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse_policy(request.policy)
-    budgets.check(1 if request.budget is None else request.budget)
+    budgets.check(1 if request.budget is None else request.budget)  # 1 passes: the default comes later
     defaults = sampling_of(request)
     console.progress(f"reading {batch.input} …")
     checkpoint = find_model(request, memory)
@@ -518,6 +519,7 @@ class _Job:
     def end(self) -> None:
         """Say that all lines were done before. The model is not loaded: its weights are those of the completions."""
         _remark(self.survey, self.checkpoint, self.request)
+        # no engine judges the lines: each was fit to run when it was run
         self.run(Idle(), _todo(self, lambda shapes: [None] * len(shapes)))
 
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
@@ -581,14 +583,15 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
 
 
 def _remark(survey: Survey, checkpoint: Checkpoint, request: GenerateOptions) -> None:
-    """Print notes on lines that are long, ask for a model that does not run, or have fields that nobody knows."""
+    """Print notes on lines that are longer than the model was trained for, name another model, or have odd fields."""
     if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
         console.note(
             f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the model was "
             "trained for."
         )
+    # without a name the embedded model runs, and lines may call it that
     name = request.model or "embedded"
-    own = {name, *(other for other in survey.models if other.rpartition(":")[2] in request.adapter)}
+    own = {name, *(other for other in survey.models if other.rpartition(":")[2] in request.adapter)}  # MODEL:ADAPTER
     if others := sorted(survey.models - own):
         named = ", ".join(f"{console.visible(other):.60}" for other in others)
         only = f":{next(iter(request.adapter))}" if len(request.adapter) == 1 else ""

@@ -1,4 +1,7 @@
-"""The prompts of a batch job's lines as token ids; after a memory, the ids that follow its own."""
+"""How the lines of a batch job are read and run, in this process and on workers of Ray.
+
+Prompts become token ids here; after a memory, those that follow its own.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ def reader(
         if _are_ids(prompt):
             return _known(checkpoint, prompt)
         raw, special = raw or request.raw, {}
+        # the tokenizer's argument, not the template's
         if "add_special_tokens" in template:
             special["add_special_tokens"] = template.pop("add_special_tokens")
         if isinstance(prompt, str):
@@ -133,7 +137,10 @@ def _encode(checkpoint: Checkpoint, asked: Asked, **special: bool) -> list[int]:
 
 
 def _encode_after(checkpoint: Checkpoint, asked: Asked, past: ConversationHistory) -> list[int]:
-    """Return the token ids of a prompt that follows a remembered text, or a text that was read as it is."""
+    """Return the token ids of a prompt that follows a remembered text.
+
+    The text may have an opening, by which its questions follow; otherwise it was read as it is.
+    """
     if past.opening is not None:
         question, more = question_of(asked, past.opening)
         return past.opening.rest(checkpoint, question, past.ids, more)
@@ -190,6 +197,7 @@ def engine_of(
         BudgetError: not one row fits.
     """
     options: dict[str, Any] = {"rows": rows_of(batch, most), "kv_memory": batch.kv_memory}
+    # nobody waits for the first answers, so full steps count more than early tokens
     engine = engine_for(writer, request, budget=budget, prompts_first=True, **options)
     if distributed.processes() > 1:  # each would choose for itself which layers to pack, and round in another way
         return engine
@@ -202,6 +210,7 @@ def engine_of(
 
 
 _ANY_LINE = b'{"prompt": "a"}'
+"""Read for its side effects alone, see `EngineRecipe`."""
 
 
 @contextmanager

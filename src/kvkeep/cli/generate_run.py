@@ -1,6 +1,7 @@
-"""Saved memories on the command line: a memory brings its settings.
+"""The work of ``kvkeep generate`` for one prompt, and what it shares with other commands that generate text.
 
-Importing this module imports torch and transformers.
+These are saved memories, which bring their settings, and checks of requests. Importing this module imports torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
         layer_budget=made.layer_budget if isinstance(made.layer_budget, str) else list(made.layer_budget),
         head_budget=made.head_budget,
         kv_bits=made.kv_bits,
-        positions="slot" if made.positions == "slot" else "true",
+        positions="slot" if made.positions == "slot" else "true",  # the field's type has these words alone
         dtype=made.dtype or request.dtype,
     )
 
@@ -362,7 +363,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
         memory.check_adapter(request.adapter)
     request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse(request.policy)
-    budgets.check(1 if request.budget is None else request.budget)
+    budgets.check(1 if request.budget is None else request.budget)  # 1 passes: the default comes later
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)  # checks the share before the model is loaded
     checked_guard(request.guard)
@@ -372,7 +373,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     checkpoint = find_model(request, memory)
     prompt = _encode(checkpoint, request) if memory is None else request.prompt
     pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()
-    tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
+    tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # a question has at least one
     tokenization.check_length(checkpoint, tokens, sampling.max_new_tokens)
     budget = _choose_budget(request, policy, tokens)
     if memory is None:
@@ -381,10 +382,10 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
     layout.check_pins(budget, pins)
-    if memory is None:
+    if memory is None:  # else the engine checks it, which knows the tokens of the question
         layout.check_read(budget, spans((*pins, (0, tokens))))
     if request.guard is not None:
-        levels(layout, budget, pins)
+        levels(layout, budget, pins)  # refuses a policy that cannot be guarded
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     return PreparedRequest(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
 
@@ -501,7 +502,7 @@ def _budget(job: PreparedRequest, result: Result) -> str:
 
 
 def _lost(result: Result) -> str:
-    """Return in words the share of attention that evicted tokens carried; empty if it is not known."""
+    """Return in words the shares of attention that evicted tokens carried; empty if they are not known."""
     lost = result.lost_mass
     parts = [] if lost.prompt is None else [f"{_percent(lost.prompt)} of the attention at the prompt's end"]
     if lost.decode is not None:
@@ -510,9 +511,10 @@ def _lost(result: Result) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent, with two digits where it is small."""
+    """Return a share in percent as text: ``12 %``, with two digits where it is small: ``0.12 %``."""
     if share < 1e-4:
         return "less than 0.01 %" if share > 0 else "0 %"
+    # from 9.95 % on, which is shown as 10, whole numbers have two digits; `.2g` would make 1e+02 of 99.6
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 

@@ -169,7 +169,7 @@ def _nothing() -> None:
 
 _WIDTHS = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
 """Environment variables with the size of a terminal, and the smallest sizes for which rich leaves no text out."""
-_ENDINGS = ("SIGTERM", "SIGHUP")
+_ENDINGS = ("SIGTERM", "SIGHUP")  # Ctrl-C is left to Python, which raises KeyboardInterrupt
 
 app = typer.Typer(
     name="kvkeep",

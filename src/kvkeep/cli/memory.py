@@ -130,7 +130,7 @@ def full_bytes(made: Fingerprint, layers: Iterable[tuple[int, int, int]], seen: 
     (itemsize,) = (dtype.itemsize for dtype in DTYPES.values() if dtype.name == made.dtype)
     packed = KV_BITS.get(made.kv_bits or "", (None, None))
     widths = (
-        heads * (width if bits is None else width * 8 // bits)
+        heads * (width if bits is None else width * 8 // bits)  # codes share a byte
         for heads, *each in layers
         for width, bits in zip(each, packed, strict=True)
     )
@@ -168,7 +168,7 @@ def shares_of(positions: NDArray[np.int32], seen: int, cells: int) -> list[float
     """Return the share of each part of the text that a layer holds, over all heads. The parts have equal length."""
     import numpy as np
 
-    held = positions[positions >= 0].astype(np.int64)
+    held = positions[positions >= 0].astype(np.int64)  # 32 bits do not hold the products below
     counts = np.bincount(held * cells // seen, minlength=cells)
     bounds = -(-np.arange(cells + 1) * seen // cells)  # a part begins with the first position that falls into it
     shares: list[float] = (counts / (np.diff(bounds) * len(positions))).tolist()

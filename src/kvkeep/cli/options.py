@@ -113,7 +113,7 @@ class Option:
             "autocompletion": self.complete,
             "min": self.least,
             "max": self.most,
-            "hidden": self.rare,
+            "hidden": self.rare,  # our pages show hidden options with --help-all
             **({"rich_help_panel": self.group} if self.group else {}),
             **self.more,
         }
@@ -168,6 +168,7 @@ def option(described: Option | str, *flags: str, **changes: Any) -> Any:
         return field(metadata=metadata)
     if found.read is None:
         return field(default=found.default, metadata=metadata)
+    # a default is written as a user would type it, and read in the same way
     return field(default_factory=lambda: found.value(found.default, ""), metadata=metadata)
 
 
@@ -259,6 +260,7 @@ def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
     words = [name for name in fields if fields[name].metadata[_DESCRIPTION].is_argument]
     for name in dict.fromkeys((*words, *order)):
         found: Option = fields[name].metadata[_DESCRIPTION]
+        # `read` gets a text from typer, and `None` only where that is the default
         kind = hints[name] if found.read is None else str if found.default not in (None, ...) else str | None
         if found.read is not None and found.default is ...:
             kind = str
@@ -293,7 +295,7 @@ def given(model: str | None) -> str | None:
 
 
 def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what typer has read, with the file of ``--gguf`` in the name of the model.
+    """Return what typer has read, with the file of ``--gguf`` in the name of the model; unchanged without one.
 
     Raises:
         InputError: the file's name is empty.
@@ -310,6 +312,7 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_path(name: str) -> bool:
     """Return whether a text looks like a path."""
+    # a text with a slash, such as "Now and/or later?", mostly ends like a sentence
     return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
 
 
@@ -514,7 +517,7 @@ def parse_keep_prompt(text: str, option: str) -> bool | float:
     try:
         share = float(text)
     except ValueError:
-        share = 0.0
+        share = 0.0  # refused below
     if not parameters.KEEP_PROMPT.allows(share) or share != share:  # not NaN either
         raise InputError(
             f"{option} {text!r:.60} is neither true nor false nor a share; give true for the whole prompt, or a number "
@@ -636,7 +639,7 @@ def check_policy(text: str) -> None:
     Raises:
         PolicyError: there is no such policy.
     """
-    if text in (DEFAULT, LATER, CONVERSATION):
+    if text in (DEFAULT, LATER, CONVERSATION):  # they exist: torch need not be imported for that
         return
     check_name(text)
     from kvkeep.policies.registry import parse  # imports torch
@@ -718,7 +721,7 @@ RAY_ADDRESS = Option(
 """Where workers of Ray run."""
 
 Json = Annotated[bool, JSON.info("json", bool)]
-"""Options of commands that are written as functions, for they have few."""
+"""The annotation of ``--json`` in commands that are written as functions, for they have few options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -743,7 +746,7 @@ class ModelOptions(CommandOptions):
     allow_pickle: bool = option(ALLOW_PICKLE)
 
     def check_values(self) -> None:
-        """Refuse a model that does not exist, and names of dtypes and devices.
+        """Refuse a model that does not exist, and a dtype or a device that cannot be used.
 
         Raises:
             KVKeepError: one of them cannot be used.

@@ -55,6 +55,7 @@ def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
 def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
     """Return the speed of matrix products for a number of rows. Beyond a limit, it is extrapolated from fewer rows."""
     some = min(rows, MOST)
+    # more rows are multiplied with fewer weights, so that no measurement takes longer
     size = BUFFER_BYTES * FEW // max(FEW, some)
     return measure_products(place, dtype, some, width=width, size_bytes=size) * some / rows
 
@@ -232,7 +233,7 @@ def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
         how = "given" if found is None else f"measured on {found.device}"
         cells["bandwidth"] = f"{show_bytes(round(made.bandwidth))}/s, {how}"
     if made.products:
-        cells["products"] = f"read {show_bytes(round(made.products[1]))}/s of weights with 1 row"
+        cells["products"] = f"read {show_bytes(round(made.products[1]))}/s of weights with 1 row"  # see `rows_of`
     return cells
 
 

@@ -98,7 +98,7 @@ class ProgressBar:
         if self._first is None:
             self._drawn.start()
         else:
-            self._first.daemon = True
+            self._first.daemon = True  # a process that ends does not wait for it
             self._first.start()
         self._held.enter_context(console.Heartbeat.working(self.describe))
         return self

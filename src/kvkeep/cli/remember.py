@@ -86,7 +86,8 @@ class RememberOptions(CacheOptions):
     json: bool = option(JSON)
 
     def check_values(self) -> None:
-        """Refuse a text, a model or a policy that does not exist, and names of dtypes and devices.
+        """Refuse a text, a model or a policy that does not exist, a dtype or a device that cannot be used, and options
+        that exclude ``--fidelity``.
 
         Raises:
             KVKeepError: one of them cannot be used.

@@ -196,7 +196,7 @@ def _searched(request: RememberOptions, writer: Writer, text: _Text) -> _Made:
     """
     reader, wanted = _Reader(request, writer, text), cast(float, request.fidelity)
     whole, made, tried = len(text.ids), dict[int, _Made](), dict[int, float]()
-    least = smallest(lambda budget: _has_room(text.layout, budget), 1, whole, factor=1.0)
+    least = smallest(lambda budget: _has_room(text.layout, budget), 1, whole, factor=1.0)  # exactly, as it costs little
     if not _has_room(text.layout, least):
         raise InputError(
             f"{text.policy} protects more tokens than the {whole} that the text has, so no budget evicts any. Leave "
@@ -242,7 +242,7 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
         KVKeepError: there is no room, or the text cannot be encoded.
     """
     ids, opening = opened(checkpoint, content, system=request.system, raw=request.raw)
-    check_length(checkpoint, len(ids), 1)
+    check_length(checkpoint, len(ids), 1)  # 1: the least; the model does not read the last new token
     if request.fidelity is not None and not policy.evicts:
         raise InputError(f"{policy} keeps all of a text, and --fidelity is for policies that evict. Leave one out.")
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)

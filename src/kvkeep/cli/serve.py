@@ -173,7 +173,7 @@ class ServeOptions(ModelOptions):
     KVKEEP_BUDGET, or in the file of --config.
     """
 
-    model: str | None = argument(
+    model: str | None = argument(  # typer makes variables of options alone, so this one is named
         MODEL_WORD, more={**MODEL_WORD.more, "envvar": f"{ENVIRONMENT}_MODEL", "show_envvar": False}
     )
     served_name: str | None = option(
@@ -251,7 +251,7 @@ class ServeOptions(ModelOptions):
         rare=True,
     )
     ray_address: str | None = option(RAY_ADDRESS, group=REPLICAS)
-    replicas: tuple[int, int] | None = None
+    replicas: tuple[int, int] | None = None  # set by `checked`
     host: str = option(described(parameters.HOST))
     port: int = option(described(parameters.PORT))
     unix_socket: str | None = option(
@@ -323,11 +323,13 @@ class ServeOptions(ModelOptions):
         """
         if missing := [name for name in _NEEDED if find_spec(name) is None]:
             raise InputError(f"The server needs {missing[0]}, which is not installed: {pip_install('server')}.")
+        # here, since the library that reads it is loaded with torch
         os.environ.setdefault("OMP_WAIT_POLICY", _WAITING)
         return given
 
     def check_values(self) -> None:
-        """Refuse numbers out of range, a model or a policy that does not exist, and names of dtypes and devices.
+        """Refuse numbers out of range, a model or a policy that does not exist, and a dtype or a device that cannot be
+        used.
 
         Raises:
             KVKeepError: one of them cannot be used.

@@ -190,7 +190,7 @@ def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterat
     resources: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus}
     resources |= {"memory": need.memory} if need.memory else {}
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # what a user must know, errors and answers say
-    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})  # HTTP is answered here
     if name in serve.status().applications:
         raise InputError(
             f"The cluster runs an application {name} already. End the command that serves it, or give another "
@@ -279,7 +279,7 @@ def _checked(key: str, where: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Tell whether a server is reached from its own machine alone."""
+    """Return whether a server is reached from its own machine alone, by a loopback address or ``localhost``."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -287,7 +287,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _allowed_hosts(request: ServeOptions, keys: ApiKeys) -> tuple[str, ...]:
-    """Return the names of the server. Where clients show keys, any name will do: a foreign page has no key.
+    """Return the names by which clients may call the server beside those of the loopback; ``*`` is any.
+
+    Where clients show keys, any name will do: a foreign page has no key.
 
     Raises:
         InputError: others can reach the server without a key, and its names are not known.
@@ -323,7 +325,7 @@ def run(request: ServeOptions) -> None:
             typer.echo("The settings can be used.")
             return
         _remark(request, settings, checkpoint)
-        socket = listen(place)
+        socket = listen(place)  # before weights are read: the address may be taken
         with socket:
             if request.replicas is None:
                 interrupted = _serve_here(checkpoint, tool_use, settings, place, socket, request)

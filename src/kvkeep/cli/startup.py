@@ -29,7 +29,7 @@ def fast_imports() -> Iterator[None]:
 
 
 def imported(function: str) -> Any:
-    """Return the function of a module, as ``module:function``."""
+    """Import a module without garbage collection, and return the function that ``module:function`` names."""
     module, _, name = function.partition(":")
     with fast_imports():
         return getattr(import_module(module), name)

@@ -147,7 +147,7 @@ class TuneOptions(ModelOptions):
         return self.named_output or Path("tuned-quick" if self.quick else "tuned")
 
     def check_values(self) -> None:
-        """Refuse a text or a model that does not exist, and names of dtypes and devices.
+        """Refuse a text, a model or a policy that does not exist, and a dtype or a device that cannot be used.
 
         Raises:
             KVKeepError: one of them cannot be used.

@@ -119,6 +119,7 @@ def _progress() -> Iterator[OnBlock]:
 
         def on_block(progress: Progress) -> None:
             nonlocal before
+            # what an earlier run has read would make this one look fast
             before = progress.units if before is None else before
             at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
             total = max(progress.expected, progress.units + 1)

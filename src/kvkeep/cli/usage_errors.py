@@ -25,7 +25,7 @@ def given(param: Any, words: Sequence[str], ctx: Any) -> str:
         for name in param.opts:
             if word == name:
                 found = following
-            elif word.startswith(f"{name}=") or (len(name) == 2 and word.startswith(name)):
+            elif word.startswith(f"{name}=") or (len(name) == 2 and word.startswith(name)):  # as in -n8
                 found = word.removeprefix(name).removeprefix("=")
     prefix = getattr(ctx, "auto_envvar_prefix", None)
     variable = os.environ.get(f"{prefix}_{param.name.upper()}", "") if prefix else ""
@@ -109,7 +109,8 @@ def explained(ctx: Any, words: Sequence[str]) -> Iterator[None]:
 
 
 def message(error: Any, ctx: Any, words: Sequence[str]) -> str:
-    """Return one of typer's error messages in kvkeep's words, with what to type instead."""
+    """Return the message of one of typer's errors in kvkeep's words, with what to type instead."""
+    # typer does not export its errors' classes, so attributes tell them apart
     said = str(error.message).rstrip(".")
     if hasattr(error, "possibilities"):
         return _unknown_option(error.option_name, ctx)
@@ -168,6 +169,7 @@ def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
     said = f"{path} has no command {shown(name)}."
     if close:
         return f"{said} Did you mean {path} {close[0]}?"
+    # `policies` is the only group of kvkeep's own below the application
     if ctx.parent is not None:
         return f"{said} Did you mean {path} show {quoted(name)}?"
     if remedy := _OTHER_COMMANDS.get(name.lower()):

@@ -41,7 +41,15 @@ _MOST_TOKENS = 2**17  # a browser gets an element and numbers for each
 
 @dataclass(frozen=True)
 class ExplainArguments:
-    """The arguments of `explain`, checked as far as they can be without a model."""
+    """The arguments of `explain`, checked as far as they can be without a model.
+
+    Attributes:
+        policies: the policies that are shown.
+        budget: tokens per head, a share of the prompt's, or ``None`` for the default.
+        chunk: tokens of the prompt that are read at a time; ``None``: all.
+        new_tokens: the most tokens of an answer.
+        case: ``inside`` or ``later``.
+    """
 
     policies: list[Policy]
     budget: int | float | None
@@ -168,7 +176,7 @@ def check(
         raise InputError(f"case={case!r:.40} is neither {' nor '.join(CASES)}.")
     if policies is None:
         policies = [CASES[case]]
-    if isinstance(policies, str) or not policies:
+    if isinstance(policies, str) or not policies:  # a text is a sequence, too, of letters
         raise PolicyError('`policies` is a list of one to six policies, e.g. ["h2o", "snapkv"].')
     made = [parse(policy) if isinstance(policy, str) else policy for policy in policies]
     if any(not isinstance(policy, Policy) for policy in made):
@@ -263,16 +271,17 @@ def _prompt(
 
 
 def _in_chunks(tokens: int, chunk: int | None) -> list[int]:
-    """Return the sizes of the chunks of so many tokens."""
+    """Return the sizes of the chunks of so many tokens; a single one if ``chunk`` is ``None``."""
     if chunk is None:
         return [tokens]
     return [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
 
 
 def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
-    """Return the budget in tokens.
+    """Return the budget of the policies in tokens: the given one, the given share of the prompt, or the default.
 
-    A small share grows to what the policies protect, and a remark is added to ``notes``.
+    A small share grows to what the policies protect. Remarks are added to ``notes``: on such a share, and if nothing is
+    evicted by default.
     """
     if isinstance(asked.budget, int):
         return asked.budget
@@ -296,7 +305,9 @@ def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
 
 
 def _room(policy: Policy, slots: int, prompt: ExplainPrompt) -> int:
-    """Return the budget of a policy; one that never evicts gets a budget for all tokens."""
+    """Return the slots of each head under a policy: the budget, or for a policy that never evicts one for each token of
+    the prompt and of the longest answer.
+    """
     return slots if policy.evicts else prompt.length
 
 
@@ -323,7 +334,10 @@ def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
 
 
 def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
-    """Return the index of the first token of ``ids`` that differs from the answer's; ``None`` if there is none."""
+    """Return the index of the first token of ``ids`` that differs from the answer's; ``None`` if there is none.
+
+    Where one of both ends earlier, they differ there.
+    """
     # an answer that ends earlier than the other differs where it ends: its last token is named
     differ = (index for index, (a, b) in enumerate(zip_longest(ids, answer)) if a != b)
     first = next(differ, None)

@@ -26,9 +26,9 @@ from kvkeep.version import __version__
 # Tables as short texts: small numbers, compressed, in base64. ``docs/explain.md`` says how to read them.
 
 SHADES = 255
-"""Steps of a shade."""
+"""Steps of a shade: the largest number of a byte."""
 HELD = 255
-"""Stands for a token that was not dropped."""
+"""Stands in tables for a token that was not dropped; in a `Ledger` -1 does, which no byte holds."""
 _ROWS = 8
 """Rows of a table that are turned into shades at a time, in float64."""
 MOST_MOMENTS = 254
@@ -93,7 +93,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 @cache
 def asset(name: str) -> str:
-    """Return the content of an asset file."""
+    """Return the text of a file of the page: a style, a script, or the page without its parts."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
@@ -265,7 +265,7 @@ def _held(found: Explanation, run: PolicyRun, moment: int) -> Float[Tensor, "H n
 
 
 def _index(wanted: int, count: int, what: str) -> int:
-    """Return an index that counts from the list's beginning, from one that may be negative.
+    """Return an index that counts from the beginning of a list of so many, from one that may be negative.
 
     Raises:
         InputError: the index is no whole number, or out of range.

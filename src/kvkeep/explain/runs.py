@@ -27,7 +27,7 @@ from kvkeep.types import Phase, State, View
 # moment. A moment is a chunk of the prompt or a token of the answer.
 
 HELD = -1
-"""Stands for the moment of a drop that has not come."""
+"""Stands for the moment of a drop that has not happened."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +184,7 @@ class WorkDone:
         config = unwrapped(model).config
         vocabulary = config.get_text_config().vocab_size  # embeddings are looked up, and logits are needed once a step
         self._weights: int = sum(weight.numel() for weight in model.parameters() if vocabulary not in weight.shape)
+        # twice: a token is multiplied with the key and with the value of each that it attends to
         self._pair: int = 2 * len(windows_of(config)) * config.get_text_config().hidden_size
         self._progress, self._done, self._all = progress, 0, 0
         # the work of the prompt alone, under the full cache and in each run: how long answers will be is not known
@@ -194,7 +195,7 @@ class WorkDone:
             self._all += self._of(size, end) + sum(self._of(size, 2 * min(end, room + size)) for room in rooms)
 
     def _of(self, tokens: int, seen: int) -> int:
-        """Return the operations of reading ``tokens`` after ``seen`` earlier ones."""
+        """Return the products of reading ``tokens``, each of which attends to ``seen`` tokens."""
         return tokens * (self._weights + self._pair * seen)
 
     def add(self, tokens: int, seen: int) -> None:
@@ -301,7 +302,14 @@ def full(
 
 
 def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, lost: list[Tensor]) -> Missed:
-    """Feed the answer of a run to the full cache, which holds the prompt, and return what the run has missed."""
+    """Feed the answer of a run to the full cache, which holds the prompt, and return what the run has missed.
+
+    Args:
+        cache: the full cache.
+        first: its attention of the prompt's last query, which chose the answer's first token.
+        ledger: the run.
+        lost: the lost shares of the prompt's moments; those of the answer's are added.
+    """
     n, moment = ledger.total.shape[1], len(lost) - 1
     whole, missed, row = [], [], first
     for token in ledger.answered.ids:
@@ -316,7 +324,7 @@ def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, los
 
 
 def _lost(mass: Float[Tensor, "H n"], ledger: Ledger, moment: int) -> Float[Tensor, " H"]:
-    """Return the share of attention that falls on tokens that each head had dropped."""
+    """Return the share of attention that falls on tokens that each head had dropped when a moment began."""
     return (mass * ledger.lacks(moment)).sum(dim=-1) / mass.sum(dim=-1)
 
 

@@ -22,7 +22,7 @@ REPEATS = 9
 """Timed reads and copies; their median is taken."""
 
 PRODUCTS = 5
-"""The same of products, which take longer."""
+"""Timed products; fewer, since they take longer."""
 
 MOST_LAYERS = 1024
 """Linear layers that are multiplied at most: narrow ones would make millions."""
@@ -30,7 +30,7 @@ MOST_LAYERS = 1024
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second, medians over repeats.
+    """The speed of a memory in bytes per second, medians over repeats.
 
     Attributes:
         read: while a buffer is summed.
@@ -58,7 +58,7 @@ def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, r
         InputError: the device has no room for the buffers.
     """
     with enough_memory(device, _room_for(2 * size_bytes)):
-        source = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
+        source = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)  # filled, so that its pages exist
         target = torch.zeros_like(source)
         read = _seconds(source.sum, device, repeats)
         copy = _seconds(lambda: target.copy_(source), device, repeats)
@@ -117,6 +117,7 @@ def _room_for(size_bytes: int) -> str:
 
 def _linear(weight: Tensor) -> nn.Linear:
     """Return a linear layer with these weights and no bias."""
+    # its own weights are replaced at once, so they get no memory
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
@@ -129,6 +130,6 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> 
         start = time.perf_counter()
         work()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # a GPU works on after the call has returned
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])  # the first one warms up

@@ -74,7 +74,7 @@ class LayerShape:
         return self.kv_heads * self.key_dim * each if transforms_keys(kv_bits) else 0
 
     def widened_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
+        """Return the bytes of a token's float32 copy in all heads, which attention makes; 0 if the cache is float32."""
         return self.token_bytes(_FLOAT32) if itemsize < _FLOAT32 else 0
 
 
@@ -277,6 +277,7 @@ def prompt_bytes(
             (tokens + joined + kept) * layer.token_bytes(itemsize)
             + seen * (layer.widened_bytes(itemsize) + workspace.slot_bytes(layer))
         )
+    # logits are computed in blocks, of which the smallest has one line: all keys for one token
     line = model.query_heads * (tokens + (0 if fresh else max(budgets) + 1)) * _FLOAT32
     attention = workspace.blocks * min(tokens * line, max(workspace.block_bytes, line))
     return model.activation_bytes(tokens, itemsize) + max(layers) + attention + model.logits_bytes(itemsize)
@@ -374,6 +375,7 @@ class Cost:
         size = self.weight_itemsize
         expert_bytes = (experts.parameters - packed.expert_parameters) * size + packed.expert_size
         unread: float = self.model.looked_up * size
+        # without experts `expert_bytes` is 0, and the share below would divide by 0
         if experts.parameters:
             unread += expert_bytes * (1.0 - experts.touched(rows) / experts.parameters)
         return (self._counted_bytes - unread) * self.weight_bytes / self._counted_bytes

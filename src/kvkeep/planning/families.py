@@ -24,6 +24,7 @@ _MOST, _MOST_LAYERS, _LONGEST = 2**30, 1000, 2**20
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "su"}
+"""Kinds of rotary embeddings, all without an influence on shapes."""
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
@@ -45,6 +46,7 @@ def _is_share(value: object) -> bool:
 
 def _is_float(value: object) -> bool:
     """Return whether a value is a finite number above 0 that is written with a point."""
+    # transformers refuses a whole number in these fields
     return isinstance(value, float) and 0 < value < _MOST
 
 
@@ -84,6 +86,7 @@ _COMMON = {
 """Fields that all families have, and which are read here."""
 
 _GATED = {"intermediate_size", "num_key_value_heads", "head_dim"}
+"""Fields of the families that `_gated` counts."""
 
 
 class _Unknown(Exception):  # noqa: N818  no error: somebody else counts
@@ -202,10 +205,11 @@ def _gated(  # noqa: PLR0913  what the families differ in
     """
     hidden, inner, heads = of.number("hidden_size"), of.number("intermediate_size"), of.number("num_attention_heads")
     kv_heads = of.number("num_key_value_heads")
+    # `null` asks for hidden size by heads, but is unusual in a family with a head dim of its own: `number` refuses it
     if "head_dim" in of.found and (dim is not None or of.found["head_dim"] is not None):
         dim = of.number("head_dim")
     dim = dim or hidden // heads
-    if hidden % heads or heads % kv_heads or dim % 2:
+    if hidden % heads or heads % kv_heads or dim % 2:  # left to transformers, which may refuse them
         raise _Unknown
     queries, keys = heads * dim, kv_heads * dim
     split = [(queries, hidden), (keys, hidden), (keys, hidden)]
@@ -237,7 +241,7 @@ def _qwen_windows(of: _Fields) -> list[int | None]:
     Raises:
         _Unknown: the model uses its window, or a field is unusual.
     """
-    of.window(None), of.number("max_window_layers", 1)
+    of.window(None), of.number("max_window_layers", 1)  # for their checks alone
     if of.flag("use_sliding_window", False):
         raise _Unknown
     return _windows(of, _all(of.number("num_hidden_layers"), _FULL), None)
@@ -265,6 +269,7 @@ def _smollm3(of: _Fields) -> _Counted:
     rotating = of.found.get("no_rope_layers", [1] * of.number("num_hidden_layers"))
     if not isinstance(rotating, list) or len(rotating) != of.number("num_hidden_layers"):
         raise _Unknown
+    # as in `_phi3`: the family's own padding lies beyond a small vocabulary
     if not all(type(one) is int for one in rotating) or "pad_token_id" not in of.found:
         raise _Unknown
     return _gated(of, _qwen_windows(of), qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
@@ -288,6 +293,7 @@ def _gemma2(of: _Fields) -> _Counted:
 def _gemma3(of: _Fields) -> _Counted:
     """Count a text model of the family of Gemma 3: every sixth layer has full attention."""
     bias, layers = of.flag("attention_bias", False), of.number("num_hidden_layers")
+    # files of older versions have the name without the underscore
     pattern = of.number("_sliding_window_pattern", of.found.get("sliding_window_pattern", 6))
     types = [_SLIDING if (number + 1) % pattern else _FULL for number in range(layers)]
     windows = _windows(of, types, of.window(4096))
@@ -329,7 +335,7 @@ def _opt(of: _Fields) -> _Counted:
     matrices = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]
     vectors = 4 * hidden + inner + hidden + 4 * hidden  # biases, and two norms of scale and shift
     full: list[int | None] = [None] * of.number("num_hidden_layers")
-    table = (of.number("max_position_embeddings") + 2) * hidden
+    table = (of.number("max_position_embeddings") + 2) * hidden  # 2: OPT counts positions from there
     return _Counted(matrices, vectors, heads, hidden // heads, full, outside=2 * hidden, table=table)
 
 
@@ -395,7 +401,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     """Return a model's shapes, without its weights and its tokenizer.
 
     Args:
-        name_or_path: a hub name, a folder with a config.json, or the path of such a file.
+        name_or_path: a hub name, a folder with a config.json, or the path of such a file or of a GGUF file.
 
     Raises:
         ModelFileError: there is no configuration, it cannot be used, or the hub fails.
@@ -470,7 +476,7 @@ def _count(path: Path, found: Mapping[str, Any]) -> Outline:
     embeddings, is_tied = hidden * vocabulary, of.flag("tie_word_embeddings", family.is_tied)
     in_layer = sum(outputs * inputs for outputs, inputs in each.matrices) + each.vectors
     length, padding = of.number("max_position_embeddings"), found.get("pad_token_id")
-    if padding is not None and padding >= vocabulary:
+    if padding is not None and padding >= vocabulary:  # no model can be built so; `built` says it better
         raise _Unknown
     return Outline(
         name=str(path),

@@ -34,6 +34,7 @@ from kvkeep.planning.outline import WHOLE, Outline, Scheme
 # ``docs/plan.md`` says what is assumed, and compares the formula with published files.
 
 _MOST = 10**6
+"""Larger numbers of a ``quantization_config`` make no sense."""
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
@@ -121,6 +122,7 @@ def _kept(fields: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 def _awq(fields: Mapping[str, Any]) -> Scheme:
     """Return how AWQ stores a weight matrix."""
     bits = _number(fields, "bits", _number(fields, "w_bit", 4))
+    # AWQ's own files say `w_bit` and `q_group_size`
     group = (1, max(WHOLE, _number(fields, "group_size", _number(fields, "q_group_size", 128))))
     return Scheme(
         method="awq", bits=bits, group=group, group_bits=16 + bits, kept=_kept(fields, "modules_to_not_convert")
@@ -155,7 +157,7 @@ def _fp8(fields: Mapping[str, Any]) -> Scheme:
     """Return how a checkpoint in fp8 stores a weight matrix: a scale per block, or one for the whole matrix."""
     block = fields.get("weight_block_size")
     whole = not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < _MOST for n in block))
-    group = (WHOLE, WHOLE) if whole else (block[0], block[1])  # type: ignore[index]
+    group = (WHOLE, WHOLE) if whole else (block[0], block[1])  # type: ignore[index]  # not whole: a list
     method = str(fields.get("quant_method", "fp8"))
     return Scheme(method=method, bits=8, group=group, group_bits=32, kept=_kept(fields, "modules_to_not_convert"))
 
@@ -192,6 +194,7 @@ def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
         group=block,
         group_bits=16 + zero,
         kept=_kept(fields, "ignore"),
+        # `ignore` names the output layer where it is kept
         head=True,
     )
 

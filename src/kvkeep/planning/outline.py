@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 WHOLE = 0
-"""Size of a group that is a whole row or column."""
+"""Stands for all rows or all columns in the size of a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Scheme:
     experts_only: bool = False
 
     def size(self, outputs: int, inputs: int) -> float:
-        """Return the bytes of a matrix."""
+        """Return the bytes of a matrix with so many outputs and inputs, scales and zero points included."""
         rows, columns = self.group
         blocks = math.ceil(outputs / (rows or outputs)) * math.ceil(inputs / (columns or inputs))
         return (outputs * inputs * self.bits + blocks * self.group_bits + inputs * self.column_bits) / 8
@@ -62,7 +62,9 @@ class Scheme:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Return whether a pattern means a module: by its beginning, its end, or as an expression (``re:…``)."""
+    """Return whether a pattern means a module: by whole words of its dotted name, by the name's end, or as an
+    expression (``re:…``) that matches its beginning.
+    """
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None

@@ -115,7 +115,7 @@ class Setting:
         return [(policy, number, shapes[index]) for index, policy, number in each if index in shapes]
 
     def _sharing(self) -> list[LayerShape]:
-        """Return the shapes of the layers whose heads share one budget."""
+        """Return the shapes of the layers whose heads all share one budget; ``[]`` if none do."""
         return [shape for policy, _, shape in self._layers() if policy.shares_layers]
 
     def bounded(self) -> Cost:
@@ -164,14 +164,17 @@ class Setting:
         return {"states": len(self.policy.slots), "per_head": per_head, "kv_bits": self.kv_bits}
 
     def _waiting_bytes(self) -> int:
-        """Return the bytes that layers with a shared budget hold until the last of them has attended."""
+        """Return the bytes that layers with a shared budget hold until the last of them has attended.
+
+        Only then is it known which head keeps how much. The result is 0 if no layers share a budget.
+        """
         size, held = self.dtype.itemsize, 0 if self.reads_whole else self.budget + 1
         numbers_each = 4 * (3 + len(self.policy.slots))  # position, score, mass and state
         return sum(
             self.chunk * layer.token_bytes(size)
             + held * layer.slot_bytes(size, self.kv_bits)
             + (self.chunk + held) * layer.kv_heads * numbers_each
-            for layer in self._sharing()[1:]
+            for layer in self._sharing()[1:]  # all but the last one, which waits for nobody
         )
 
     def full(self) -> Cost:
@@ -298,7 +301,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
     """Return a plan of a model's memory and speed before it is loaded; no weights and no tokenizer are read.
 
     Args:
-        model: a hub name, a folder or a config.json, or the `outline` of one; the embedded model by default.
+        model: a hub name, a folder, a config.json or a GGUF file, or the `outline` of one; by default the embedded
+            model.
         policy: the eviction policy, or its name with options.
         budget: tokens kept per layer and head; see `default_budget`.
         keep_ratio: instead of ``budget``: the share of the context that is kept, in (0, 1].

@@ -117,7 +117,7 @@ def check() -> None:
     """
     try:
         _charts().sheet(lambda axes: axes.set_title("1"))
-    except InputError:
+    except InputError:  # `_charts` has said what is wrong
         raise
     except Exception as error:  # whatever matplotlib raises for its settings or fonts
         raise InputError(_BROKEN.format(error=f"{error!s:.200}")) from error
@@ -126,7 +126,7 @@ def check() -> None:
 def draw(path: Path, panels: Sequence[Panel] | Sequence[Heat]) -> Path:
     """Draw panels side by side with one legend, or heat maps with one scale, and write them as PNG.
 
-    A name has the same colour in all panels.
+    There is at least one, and all are of one kind. A name has the same colour in all panels.
 
     Returns:
         The path.

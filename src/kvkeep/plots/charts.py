@@ -130,6 +130,7 @@ def plain(text: str) -> str:
 
 def _broken(name: str, letters: int) -> list[str]:
     """Return a long name as lines, broken at spaces and after commas where that is possible."""
+    # `wrap` breaks at spaces only, so each comma gets one for a moment
     return [line.replace(", ", ",") for line in wrap(name.replace(",", ", "), letters)] or [""]
 
 
@@ -141,10 +142,17 @@ def _note(panel: Panel) -> str:
 
 
 def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
-    """Draw a panel, and return the lines by name."""
+    """Draw a panel on its axes, and return what stands for each line in the legend, by name.
+
+    Args:
+        axes: where it is drawn.
+        panel: the panel.
+        names: the names of all panels; the place of a name decides about its style.
+    """
     drawn: dict[str, Artist] = {}
     for place, series in enumerate(panel.series):
         style = _style(names.index(series.name), reference=series.reference)
+        # a single point is a level, such as the full cache's: it crosses the panel
         if series.reference and len(series.y) == 1:
             drawn[series.name] = axes.axhline(series.y[0], **style)
             if series.interval:
@@ -168,6 +176,7 @@ def _style(number: int, *, reference: bool) -> dict[str, Any]:
     """Return the style of a line; no two lines of a picture have the same colour, marker and dash."""
     style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.5}
     if reference:
+        # references have no markers, so the number of dots, 0 to 3, tells them apart
         return style | {"linestyle": (0, (4, 2, *(1, 2) * (number % 4))), "zorder": 3}
     hollow = {"markerfacecolor": "white"} if number // len(_MARKS) % 2 else {}
     dash, mark = _DASHES[number % len(_DASHES)], _MARKS[number % len(_MARKS)]
@@ -175,7 +184,9 @@ def _style(number: int, *, reference: bool) -> dict[str, Any]:
 
 
 def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
-    """Return the coordinates of a line's points, moved sideways if error bars or equal lines would overlap."""
+    """Return the coordinates of a line's points, moved sideways by its place among the lines if error bars or equal
+    lines would overlap.
+    """
     if not (panel.equal() or any(series.interval for series in panel.series)):
         return axes.transData
     count = len(panel.series)

@@ -73,7 +73,7 @@ class Case:
 
 @dataclass
 class Tape:
-    """The inputs of a layer: queries, keys and values of all columns, and which columns are real."""
+    """The inputs of a layer: queries, keys and values of all columns, and which columns are no padding."""
 
     query: Tensor
     keys: Tensor
@@ -122,7 +122,10 @@ class Tape:
 
 @dataclass
 class Moment:
-    """A layer after a step, with its sorted positions ``(B, Hk, S)`` and its output ``(B, Hq, T, E)``."""
+    """A layer after a step, with its sorted positions ``(B, Hk, S)`` and the output ``(B, Hq, T, E)`` of the step.
+
+    The layer itself goes on: once the next step has run, it is another.
+    """
 
     positions: Tensor
     out: Tensor
@@ -130,7 +133,14 @@ class Moment:
 
 
 def run(policy: Policy, case: Case, tape: Tape | None = None, *, heads: Heads = ALONE) -> Iterator[Moment]:
-    """Feed a case to a real layer, the prompt and then one token at a time, and yield the layer after each step."""
+    """Feed a case to a real layer, the prompt and then one token at a time, and yield the layer after each step.
+
+    Args:
+        policy: the layer's policy.
+        case: the experiment.
+        tape: its inputs; by default `Tape.random`.
+        heads: which of a model's heads the layer has, where several processes share them.
+    """
     tape = Tape.random(case) if tape is None else tape
     # index 1 also in `replay`: noise is drawn by the layer's index
     layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins], kv_bits=case.kv_bits)
@@ -151,7 +161,15 @@ def run(policy: Policy, case: Case, tape: Tape | None = None, *, heads: Heads = 
 def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Run a policy without slots on one unpadded row. Yield kept positions, output and margin after each step.
 
-    Each step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
+    Each step gathers the kept tokens from the whole history in position order, attends in float64 and sorts. The margin
+    is the smallest gap so far between the scores of the last token that was kept and the first that was evicted, as a
+    share of large scores; infinite while nothing was evicted. Behind a decision with a tiny margin, rounding may have
+    chosen, and later steps need not agree with those of a layer.
+
+    Args:
+        policy: the policy.
+        case: the experiment; its rows and padding are not used.
+        tape: the inputs of the row, such as `Tape.row` returns.
     """
     n, heads = tape.keys.shape[2], tape.keys.shape[1]
     memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
@@ -227,7 +245,10 @@ def _pins_with_prompt(policy: Policy, view: View, prompt: int) -> Tensor | None:
 
 
 def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
-    """Return each head's best tokens by (score, position), sorted by position, and the closest decision's margin."""
+    """Return each head's best tokens by (score, position), sorted by position, and the margin of the closest decision.
+
+    See `replay`. Heads that keep fewer tokens are filled up with `EMPTY`.
+    """
     heads = positions.shape[1]
     numbers = [stays] * heads if isinstance(stays, int) else stays[0].expand(heads).tolist()
     kept, margin = [], float("inf")
@@ -397,5 +418,5 @@ def _occupied(head: Tensor) -> list[int]:
 
 
 def outputs(moments: list[Moment]) -> Tensor:
-    """Return the outputs of all heads."""
+    """Return the outputs of all heads, those of the first part first."""
     return torch.cat([one.out for one in moments], dim=1)

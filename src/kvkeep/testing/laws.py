@@ -42,7 +42,10 @@ def _law(check: Law) -> Law:
 
 
 def fills(policy: Policy) -> bool:
-    """Return whether a policy always uses its budget to the last slot, once it has seen that many tokens."""
+    """Return whether a policy always uses its budget to the last slot, once it has seen that many tokens.
+
+    One that bursts, grows or spreads its budget over heads may leave slots of a head empty.
+    """
     return not policy.bursts and not policy.grows and not policy.spreads
 
 
@@ -62,6 +65,7 @@ def never_over_budget(policy: Policy, case: Case) -> None:
                     f"{len(held)} slots are occupied, budget {case.budget}"
                 )
                 assert len(held) == len(set(held)), f"a token is held twice: {held}"
+                # other policies may leave slots empty, but never evict all
                 least = min(case.budget, seen) if fills(policy) else 1
                 assert len(held) >= least, f"{len(held)} held of {seen} seen, budget {case.budget}"
 
@@ -171,7 +175,7 @@ def _with_pins(policy: Policy, case: Case) -> Case | None:
     none.
     """
     for n in (4, 3, 2, 1):
-        first = 1 + case.seed % 3
+        first = 1 + case.seed % 3  # another place for another seed
         # two spans with a gap between them, the second smaller and smaller until the policy can take both
         pins = spans([(first, first + 1), (first + 3, first + 2 + n)])
         try:
@@ -285,7 +289,7 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
     """Check that no score of an occupied slot is NaN, since NaN has no order."""
     seen: list[Tensor] = []
 
-    class Spy(type(policy)):  # type: ignore[misc]
+    class Spy(type(policy)):  # type: ignore[misc]  # mypy takes no value for a base
         def score(self, view: View, state: State) -> Tensor:
             """Return the policy's scores, and keep those of occupied slots."""
             score: Tensor = super().score(view, state)
