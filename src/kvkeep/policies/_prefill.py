@@ -87,6 +87,7 @@ class PrefillOnly(Policy):
             return Mass() if competes else Nothing()
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
+        # 1: the last row of a probe counts as a generated token's row would
         counted = torch.where(view.reads, prompt, int(competes))
         if self.fading == 1.0:
             return Mass(rows=counted)
@@ -208,7 +209,7 @@ class WorstCase(PrefillOnly):
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0, "size": 0.0}
     projects: ClassVar[bool] = True
-    rates_by_budget: ClassVar[bool] = True
+    rates_by_budget: ClassVar[bool] = True  # the first stage of `rate` fills a part of the budget
 
     @property
     def sums(self) -> MassSums | None:  # type: ignore[override]  # depends on an option

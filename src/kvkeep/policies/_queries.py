@@ -181,6 +181,7 @@ class MeanQueries(Rounds):
             return Means(query, (state["length"] - pairs(query, half_of(view))).clamp(min=0.0))
         found, (_, mine, _, dim) = read(self.calibration, view.layer), view.keys.shape
         heads = mine * view.heads.ranks
+        # the last check: the file's numbers are about pairs, and all dims of a head belong to one
         if found.query.shape[1] != dim or len(found.query) % heads or 2 * half_of(view) != dim:
             raise PolicyError(
                 f"calibration={self.calibration}: the file has {len(found.query)} heads of {found.query.shape[1]} dims "

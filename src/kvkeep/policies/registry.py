@@ -51,6 +51,7 @@ def available() -> dict[str, type[Policy]]:
 
 def _policy_of(module: types.ModuleType) -> type[Policy]:
     """Return the policy class that a module of `kvkeep.policies` defines."""
+    # beside it, the module may have imported bases and other policies
     (cls,) = (
         value
         for value in vars(module).values()
@@ -96,6 +97,7 @@ def parse(text: str) -> Policy:
 def split(text: str) -> tuple[str, str]:
     """Split a policy's string into its name and the text of its options."""
     name, _, tail = text.strip().partition(":")
+    # registered names first: snapkv:late, a preset, has the form of module:Class as well
     if name not in available() and (found := REFERENCE.fullmatch(text.strip())):
         return f"{found[1]}:{found[2]}", found[3] or ""
     return name, tail
@@ -145,6 +147,7 @@ def _import(module: str) -> types.ModuleType:
         importlib.invalidate_caches()  # the file may have been written after its folder was searched
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
+        # any error but that the module itself, or a package around it, was not found comes from within the module
         if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):
             raise PolicyError(f"Module {module!r} cannot be imported: {one_line(error):.300}") from error
         hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else did_you_mean(module, available())
