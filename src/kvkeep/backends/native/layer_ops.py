@@ -54,6 +54,7 @@ WIDE_BYTES = 2**23
 SILU, GELU, RELU, RELU_SQUARED = ACTIVATIONS = (0, 1, 2, 3)
 """The kernel's activations; GELU is the approximation with tanh."""
 
+# half precision → torch's function that says whether the processor multiplies it
 _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 # structs of small.h: the heads of Products and Gated, Weights, and Norm with its Scaled
@@ -197,9 +198,10 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) ->
 
 
 def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """Compute a linear layer in float32, to which the kernel adds up in any case; ``None`` if the kernel cannot do it.
+    """Compute a linear layer with outputs in float32, in which the kernel adds up anyway; ``None`` if it cannot.
 
-    With more than `MOST_ROWS_OF_LOGITS` rows torch computes and rounds them, unless the kernel multiplies tiles.
+    With more than `MOST_ROWS_OF_LOGITS` rows, unless the kernel multiplies tiles, return what `widened` returns. That
+    is ``None`` where torch is not slow, and then the caller's torch computes and rounds the logits.
     """
     if x.numel() > MOST_ROWS_OF_LOGITS * x.shape[-1] and not _has_squares(x.dtype):
         return widened(x, layer, torch.float32)
