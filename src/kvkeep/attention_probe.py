@@ -235,7 +235,7 @@ def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, LayerTape]:
     """Run texts of equal length under the full cache at once, and return the record of every layer that has
     slots, by its number in the model.
     """
-    cache = BoundedCache(model.config, "full", ids.shape[1])
+    cache = BoundedCache(model.config, "full", ids.shape[1])  # a budget for all tokens: full never evicts
     recorders = wrap_layers(cache, TapeRecorder)
     model(input_ids=ids.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
     return {index: recorder.tape() for index, recorder in recorders.items()}

@@ -148,7 +148,9 @@ def renames(elsewhere: Mapping[str, str]) -> Callable[[_Called], _Called]:
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs kvkeep with an extra, for messages about a missing package."""
+    """Return the command that installs kvkeep with an extra (optional dependencies), for messages about a missing
+    package.
+    """
     return f"pip install 'kvkeep[{extra}] @ {ADDRESS}'"
 
 
