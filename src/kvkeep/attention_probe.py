@@ -257,7 +257,8 @@ class TextTensor:
         self._length = length
 
     def put(self, first: int, new: Float[Tensor, "1 Hk T D"]) -> Float[Tensor, "1 Hk S D"]:
-        """Write new tokens from a position on, and return all tokens so far. Position 0 begins a new text.
+        """Write new tokens from position ``first`` on, and return all tokens up to the last of them. Position 0 begins
+        a new text.
 
         Raises:
             ShapeError: there are more tokens than were announced.

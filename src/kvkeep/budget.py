@@ -133,7 +133,7 @@ def at_most(number: Number, most: int | None) -> Number:
 
 
 def per_head(numbers: Sequence[Number], rows: int, heads: int, device: torch.device) -> Int[Tensor, "B Hk"]:
-    """Return the budgets as a tensor with one number for each row and KV head.
+    """Return the budgets as a tensor with one number for each row and KV head. A single budget counts for all rows.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row, or for another number of heads.

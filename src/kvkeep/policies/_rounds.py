@@ -108,7 +108,10 @@ def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
     """Return how redundant each token's key is: a softmax, over each head's tokens, of its mean cosine to the other
-    keys. Of the tokens whose keys are alike to one key (a cosine above ``threshold``), the newest counts as at 0 to it.
+    keys.
+
+    Of the keys that are alike to a key (with a cosine above ``threshold`` to it), the newest counts as unlike it, with
+    a cosine of 0. A token whose key is not finite gets NaN, and an empty slot 0.
     """
     there = positions >= 0
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)

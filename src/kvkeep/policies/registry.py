@@ -117,7 +117,7 @@ def class_of(name: str) -> type[Policy]:
         return available()[name]
     found: object = _import(module)
     try:
-        for part in attribute.split("."):
+        for part in attribute.split("."):  # a class may lie within another one
             found = getattr(found, part)
     except AttributeError:
         known = [key for key, value in vars(sys.modules[module]).items() if _is_policy(value) and value is not Policy]
@@ -159,7 +159,7 @@ def _import(module: str) -> types.ModuleType:
 
 
 def _options(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
-    """Parse the text behind a policy's name into option values. Options that follow a preset override it.
+    """Return the option values in the text behind a policy's name, by name. Options that follow a preset override it.
 
     Raises:
         PolicyError: unknown option or preset, or a value of the wrong kind.
@@ -171,7 +171,7 @@ def _options(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
 
 
 def _given(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
-    """Parse options of the form ``name=value,name=value``.
+    """Return the values of options that are written ``name=value,name=value``, by name. An empty text gives none.
 
     Raises:
         PolicyError: unknown option, or a value of the wrong kind.
@@ -241,9 +241,12 @@ def describe(name: str) -> str:
 
 
 def _convert(text: str, kind: object, where: str) -> object:
-    """Convert an option's text to its declared type.
+    """Return an option's value, read from text as its declared type says. ``none`` is ``None`` if the option may be.
 
-    ``none`` is ``None`` if the option may be.
+    Args:
+        text: the value as a user writes it.
+        kind: the declared type.
+        where: names the option in messages.
 
     Raises:
         PolicyError: the text is no such value.

@@ -313,7 +313,7 @@ def writable(
     D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding.keys.dim, coding.values.dim)
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
         return False
-    S = keys.shape[2] if pooled else S
+    S = keys.shape[2] if pooled else S  # every head is shown all entries of the pool
     if coding is not None:
         if new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
             return False

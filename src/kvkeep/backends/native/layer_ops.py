@@ -153,7 +153,7 @@ def split(layer: nn.Linear, sizes: Sequence[int]) -> list[Linear] | None:
 
 
 def _rows(weight: Tensor, start: int, end: int) -> Tensor:
-    """Return a view of rows of a weight, as what the weight is: see `is_readable`."""
+    """Return a view of rows of a weight: a parameter again, or a `QuantizedTensor`, as `is_readable` asks for."""
     if isinstance(weight, QuantizedTensor):
         return weight.rows(start, end)
     return nn.Parameter(weight.detach()[start:end], requires_grad=False)
@@ -210,7 +210,7 @@ def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out
 
 
 def _unpacks_to_tiles(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear]) -> bool:
-    """Return whether the kernel makes tiles of the weights, all of which are quantized."""
+    """Return whether all weights are quantized, and the kernel makes tiles of them."""
     return all(isinstance(layer.weight, QuantizedTensor) for layer in layers) and _has_squares(dtype)
 
 
@@ -449,7 +449,9 @@ class Before:
         )
 
     def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
-        """Return whether this object, a step of attention and ``behind`` belong to one layer."""
+        """Return whether this object, a step of attention and ``behind`` can be one layer to the kernel: it can compute
+        them, and their dtypes and their numbers of rows, heads and dims agree.
+        """
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
@@ -465,13 +467,13 @@ class Before:
         return self._heads == heads and behind.attended == heads[0] * dim
 
     def takes_angles(self, x: Tensor, angles: Angles | None) -> bool:
-        """Return whether the kernel can rotate the rows of ``x`` by these angles, if it has to."""
+        """Return whether the kernel can rotate the rows of ``x`` by these angles; always if nothing is rotated."""
         if not self.rotary_dim:
             return True
         return angles is not None and all(_are_angles(part, x, self.rotary_dim) for part in angles)
 
     def reads(self, x: Tensor, rows: int) -> bool:
-        """Return whether the kernel can read a token for each of the rows."""
+        """Return whether ``x`` has one token for each of so many rows, in the dtype and of the width of this layer."""
         return x.dtype == self._dtype and x.shape == (rows, 1, self._width)
 
 
@@ -653,7 +655,7 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
-    """Return whether the kernel can compute this norm for inputs like ``like``."""
+    """Return whether the kernel can compute this norm for inputs in the dtype of ``like``, of this width."""
     if not matches(norm.weight, like, (width,)) or norm.weight.dtype not in TYPES:
         return False
     return norm.bias is None or matches(norm.bias, like, (width,))

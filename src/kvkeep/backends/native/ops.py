@@ -499,7 +499,7 @@ def _slots(
         *(pointer(recents), *((0, 0) if recents is None else strides(recents)), newest),
         *(pointer(limits), *((0, 0) if limits is None else strides(limits)), most),
         *_prompts(prompts),
-        *bindings.packed_ranges(None),
+        *bindings.packed_ranges(None),  # positions lie side by side here, those of a pool's slots, too
     )
     return _Call(packed, (seen, recents, limits, prompts))
 

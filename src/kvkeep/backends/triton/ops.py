@@ -185,7 +185,7 @@ def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | No
 
     Return ``None``, with nothing changed, if no kernel can.
     """
-    scored = positions if scores is None else scores
+    scored = positions if scores is None else scores  # without scores any tensor: it is not read
     if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
     from kvkeep.backends.triton import slots

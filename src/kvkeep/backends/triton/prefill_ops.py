@@ -171,7 +171,7 @@ def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, 
     selected = statistic.selects(queries)
     bounds = bounds_of(selected)
     gain = _gain(statistic, queries) if isinstance(statistic, Mass) else None
-    if gain is not None or lse is None:
+    if gain is not None or lse is None:  # a gain makes another softmax, with sums of its own
         lse = work.log_sum_exp(bounds, gain)
     if isinstance(statistic, Low):
         n = work.visible() if statistic.live else (queries + 1)[:, None]
