@@ -143,7 +143,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOME[name].partition(":")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    return globals().setdefault(name, value)  # a room of the same name is there by now, and can be called
+    # setdefault: importing kvkeep.explain has put the package itself here, which can be called; it stays
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

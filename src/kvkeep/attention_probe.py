@@ -235,7 +235,7 @@ def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, LayerTape]:
     """Run texts of equal length under the full cache at once, and return the record of every layer that has
     slots, by its number in the model.
     """
-    cache = BoundedCache(model.config, "full", ids.shape[1])
+    cache = BoundedCache(model.config, "full", ids.shape[1])  # a budget for all tokens: full never evicts
     recorders = wrap_layers(cache, TapeRecorder)
     model(input_ids=ids.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
     return {index: recorder.tape() for index, recorder in recorders.items()}
@@ -257,7 +257,8 @@ class TextTensor:
         self._length = length
 
     def put(self, first: int, new: Float[Tensor, "1 Hk T D"]) -> Float[Tensor, "1 Hk S D"]:
-        """Write new tokens from a position on, and return all tokens so far. Position 0 begins a new text.
+        """Write new tokens from position ``first`` on, and return all tokens up to the last of them. Position 0 begins
+        a new text.
 
         Raises:
             ShapeError: there are more tokens than were announced.

@@ -97,8 +97,8 @@ class Mass(Statistic):
         gain: factor on the logits of the rows that count, one number or one per row of the batch. The softmax of
             ``g·x`` is computed from the softmax of ``x`` as ``p**g / sum(p**g)``; the model's output does not change.
         noise: Gumbel noise on the logits of the rows that count, before the gain.
-        decay: weight of a row relative to the next one.
-        last: the newest position of each row of the batch, whose weight is 1.
+        decay: weight of a query row relative to the next one.
+        last: the newest position of each row of the batch, whose weight is 1. Without decay it is not used.
     """
 
     gain: float | Float[Tensor, " B"] = 1.0
@@ -110,7 +110,7 @@ class Mass(Statistic):
         """Return each key's transformed probabilities, averaged over the group and summed over the selected rows."""
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
-        weights = self.weights(rows.selected, rows.queries).to(p.dtype)
+        weights = self.weights(rows.selected, rows.queries).to(p.dtype)  # float64 in the reference
         if T == 1:  # one row needs no sum over rows
             return {"mass": p.squeeze(3).mean(dim=2) * weights[:, None]}
         # mean over the group and weighted sum over the rows in one product

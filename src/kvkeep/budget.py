@@ -67,7 +67,11 @@ def check(budget: object) -> tuple[Number, ...]:
 
 
 def _whole(number: object, name: str = "budget") -> int:
-    """Return a whole number of any library as Python's own.
+    """Return a whole number of any library as Python's own. Its range is not checked.
+
+    Args:
+        number: the number.
+        name: the argument's name, for the error.
 
     Raises:
         BudgetError: the value is no whole number.
@@ -129,7 +133,7 @@ def at_most(number: Number, most: int | None) -> Number:
 
 
 def per_head(numbers: Sequence[Number], rows: int, heads: int, device: torch.device) -> Int[Tensor, "B Hk"]:
-    """Return the budgets as a tensor with one number for each row and KV head.
+    """Return the budgets as a tensor with one number for each row and KV head. A single budget counts for all rows.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row, or for another number of heads.
@@ -265,7 +269,7 @@ def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[floa
 
     Args:
         persistence: share of the tokens that stay important, in [0, 1], per layer (Scissorhands, Section 3).
-        floor: weight of a layer in which everything persists.
+        floor: weight of a layer in which everything persists; above 0, as weights have to be.
     """
     return [floor + 1.0 - ratio for ratio in persistence]
 

@@ -27,7 +27,7 @@ NOTES = "tuned"
 """A table about how the settings were found; nothing reads it."""
 
 _LARGEST = 2**20  # bytes; the file has a line per setting
-_POSITIONS = ("true", "slot")
+_POSITIONS = ("true", "slot")  # texts: the TOML value true is none of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ def _mode(value: object) -> str | None:
 
 
 def _share(value: object, most: float = 1.0) -> str | None:
-    """Return what the setting should be if it is not a number from 0 to ``most``; ``None`` if it is valid."""
+    """Return what the setting should be if it is not a finite number from 0 to ``most``; ``None`` if it is valid."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most and value != float("inf"):
         return None
     return "a share from 0 to 1"

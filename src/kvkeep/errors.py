@@ -118,8 +118,8 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def renames(elsewhere: Mapping[str, str]) -> Callable[[_Called], _Called]:
-    """Return a decorator for a class or a function: a parameter that it does not have is an `InputError` with the
-    right name, and no bare ``TypeError``.
+    """Return a decorator for a class, which must have an ``__init__`` of its own, or for a function: a call with a
+    parameter that it does not have raises an `InputError` that names the right one, in place of a ``TypeError``.
 
     Args:
         elsewhere: a name that users of other libraries may write → what they should write here.
@@ -148,7 +148,9 @@ def renames(elsewhere: Mapping[str, str]) -> Callable[[_Called], _Called]:
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs kvkeep with an extra, for messages about a missing package."""
+    """Return the command that installs kvkeep with an extra (optional dependencies), for messages about a missing
+    package.
+    """
     return f"pip install 'kvkeep[{extra}] @ {ADDRESS}'"
 
 

@@ -27,6 +27,8 @@ MOST_BYTES = 16 * 2**20
 """The largest file that is read; a profile of a hundred layers of a hundred heads has a fiftieth of it."""
 
 MOST_HEADS = 2**16
+"""The most heads of all layers together that are read."""
+
 _SAME = {
     "model_type": "model type",
     "hidden_layers": "number of layers",

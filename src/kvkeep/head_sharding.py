@@ -57,11 +57,13 @@ class Heads:
         return replace(sharing(config), count=count)
 
     def check(self, mine: int) -> None:
-        """Refuse keys of another number of heads than this process should hold.
+        """Refuse keys of another number of heads than this process should hold. A process that holds all of them takes
+        any number.
 
         Raises:
-            ShapeError: there are other heads than this process should hold; an unknown count is not checked.
+            ShapeError: there are other heads than this process should hold.
         """
+        # where there are several ranks, `of` has set the count; only `ALONE` does not know it
         if self.ranks > 1 and mine * self.ranks != self.count:
             raise ShapeError(
                 f"A layer gave keys of {mine} heads to one of {self.ranks} processes that should share {self.count} KV "

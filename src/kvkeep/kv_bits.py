@@ -25,7 +25,7 @@ HALVES = {8: 1, 4: 2}
 """Numbers in float16 that a group of channels has by number of bits: its scale, and at 4 bits its offset."""
 
 SCALED = 4
-"""Bits of the keys that have exponents and normals."""
+"""Bits of the keys that have exponents and normals; keys of 8 bits do without."""
 
 
 def check_bits(kv_bits: object) -> str | None:
@@ -72,8 +72,10 @@ def group_size(dim: int) -> int:
 
 
 def n_normals(dim: int) -> int:
-    """Return how many reflections keys of 4 bits have: one if all channels are one group, which has one offset; with
-    several groups, where two of them gained nothing on gemma-3-270m, none.
+    """Return how many normals, and so reflections, keys of 4 bits have, see `kvkeep.kv.slot_codec.KeyTransform`.
+
+    One if all channels are one group, whose offset takes what the reflection collects. None with several groups, each
+    with an offset of its own: there reflections gained nothing (measured on gemma-3-270m).
     """
     return 1 if dim == group_size(dim) else 0
 

@@ -56,7 +56,7 @@ def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Return standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its step."""
-    u = uniform(seed, *keys).double() + 2.0**-25  # never 0, whose logarithm is infinite
+    u = uniform(seed, *keys).double() + 2.0**-25  # steps are 2^-24; never 0, whose logarithm is infinite
     return -(-u.log()).log()
 
 

@@ -15,7 +15,7 @@ SERVER, LIMITS = "Server", "Limits"
 """Groups of parameters, as the pages of help name them."""
 
 MAX_TOKENS = 2**31 - 1
-"""The largest position."""
+"""The largest position: positions are counted in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ PRESENCE_PENALTY = Parameter(
     help="Lowers the logit of every token that was generated before.",
     group=SAMPLING,
     default=0.0,
-    least=-2,
+    least=-2,  # this range, and the next two parameters', are those of OpenAI's API
     most=2,
     metavar="NUMBER",
 )
@@ -163,7 +163,7 @@ SEED = Parameter(
     group=SAMPLING,
     default=0,
     least=0,
-    most=2**63 - 1,
+    most=2**63 - 1,  # seeds lie in int64 tensors
     metavar="N",
 )
 REPETITION_DETECTION = Parameter(
@@ -321,7 +321,7 @@ CONVERSATION_TTL = Parameter(
     group=MEMORY,
     default=86400.0,
     least=0,
-    most=10**9,
+    most=10**9,  # MOST_SECONDS
     excludes_least=True,
     metavar="SECONDS",
     rare=True,

@@ -27,6 +27,7 @@ if sys.platform != "win32":  # Windows has no POSIX locks, so a second writer is
     import fcntl
 
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+"""Errors of a lock that somebody else holds, which differ by system."""
 _LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
 """Names of the temporary files of `write_whole`."""
 _LONGEST = 200
@@ -64,6 +65,7 @@ class Lock:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
+            # other errors come from file systems without locks, and are passed over
             if error.errno in _TAKEN:
                 self.release()
                 raise InputError(
@@ -241,7 +243,7 @@ def finite(value: Any) -> Any:
 
 
 def _umask() -> int:
-    """Return the process's file mode mask, which can be read only by setting it."""
+    """Return the process's umask, the permissions that new files do not get; it can be read only by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -297,7 +299,7 @@ class Results:
         Raises:
             InputError: another run is writing there.
         """
-        if self.path.is_dir():  # `locked` would make the folder
+        if self.path.is_dir():  # `locked` would make it, and nobody writes to a folder that does not exist
             with self.locked():
                 pass
 

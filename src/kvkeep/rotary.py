@@ -39,6 +39,7 @@ class Rotation:
     dims: tuple[int, ...] | None = None
     longest: int | None = None
     beyond: Rotation | None = None
+    # caches of what the methods below compute
     _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
     _latest: dict[torch.dtype, tuple[bytes, Tensor]] = field(default_factory=dict, init=False, repr=False)

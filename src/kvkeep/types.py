@@ -28,7 +28,8 @@ from torch import Tensor
 from kvkeep.head_sharding import ALONE, Heads
 
 State: TypeAlias = dict[str, Tensor]
-"""A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; heads may have some, too."""
+"""A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; KV heads may have some, too,
+``(B, Hk, …)``, see `kvkeep.Policy.summaries`."""
 
 Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 """Slots that may stay occupied: one number, or one per row (and head)."""
@@ -105,7 +106,7 @@ class Top:
     renormalise: bool
 
 
-@runtime_checkable
+@runtime_checkable  # as all protocols: the tests check annotations while they run
 class OutputProjection(Protocol):
     """The projection of what a layer's heads put out into the layer's output: `kvkeep.models.attention`."""
 
@@ -288,7 +289,7 @@ class Stepper(Protocol):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the sum of the tensors' sizes in bytes."""
+    """Return the sum of the tensors' sizes in bytes. Views that share memory count each."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -72,6 +72,7 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
     details = {"native": native().detail, "triton": launch.kernels().detail}
     if name in details:
         return details[name]
+    # torch works, so there is no kernel, and its detail says why
     return native().detail if device.type == "cpu" else launch.kernels().detail
 
 

@@ -76,7 +76,7 @@ class SlotLimits:
     seen: Int[Tensor, " B"]
     sinks: int = 0
     recent: Budget = 0
-    stay: Budget = 2**31 - 1
+    stay: Budget = 2**31 - 1  # no limit: positions have 32 bits
     window: int | None = None
     prompt: Int[Tensor, " B"] | None = None
 
@@ -234,7 +234,9 @@ def _rate(
 
 
 def _blocks(T: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Return an iterator over blocks of rows, each as large as `BLOCK_BYTES` allows."""
+    """Return an iterator over blocks of the ``T`` rows, each as large as `BLOCK_BYTES` allows, but at least
+    `LEAST_ROWS`.
+    """
     size = BLOCK_BYTES["cpu" if device.type == "cpu" else "other"]
     rows = max(LEAST_ROWS, size // row_bytes)
     return (slice(start, min(start + rows, T)) for start in range(0, T, rows))
@@ -267,7 +269,10 @@ def _hidden(
 def _total(
     logits: Float[Tensor, "B Hk G T S"], bias: Float[Tensor, "B #Hk 1 T S"], options: AttentionOptions
 ) -> Float[Tensor, "B Hk G T"]:
-    """Return the log of the sum of exponentials over all keys that a row sees, and of the model's sink."""
+    """Return for each row the log of the sum of exponentials over the keys that it sees, and of the model's sink.
+
+    ``logits`` are changed in place.
+    """
     total = logits.add_(bias).logsumexp(dim=-1)
     if options.sinks is None:
         return total
@@ -483,7 +488,7 @@ class WantedReport(NamedTuple):
 
 def is_known(statistic: Statistic) -> bool:
     """Return whether the decode kernels, native and Triton's, can report the statistic."""
-    kind = type(statistic)
+    kind = type(statistic)  # no isinstance: LowRows, a kind of Low, has fields that they do not know
     return kind is Nothing or kind is Low or (kind in (Mass, MassAndLast) and cast(Mass, statistic).noise is None)
 
 

@@ -33,8 +33,7 @@ def in_pool(backend: Backend) -> Backend:
 
 
 def in_codes(backend: Backend, *, turned: bool) -> Backend:
-    """Return a backend for quantized slots: this one if it reads them itself, else one that copies or decodes them
-    first.
+    """Return a backend for quantized slots: this one if it reads them itself, else one that hands it a decoded copy.
 
     Args:
         backend: does the work.
@@ -93,7 +92,9 @@ class Copying(Backend):
 
 
 class Decoding(Copying):
-    """Any backend over slots that hold codes. Not the keys but the query is changed, see `KeyTransform`."""
+    """Any backend over slots that hold codes. `attend` leaves keys as they were coded, and changes the query instead,
+    see `KeyTransform`; a second reading takes decoded keys, as in `Copying`.
+    """
 
     name = "decoding"
 

@@ -76,7 +76,7 @@ class QuantizedTensor(Tensor):
 
     @staticmethod
     def bytes_of(shape: Sequence[int], bits: int, group: int) -> int:
-        """Return the bytes of a matrix."""
+        """Return the bytes that a matrix of this shape takes when it is packed."""
         return -(-shape[0] // LANES) * _block_bytes(shape[1], bits, group)
 
     @staticmethod
@@ -172,7 +172,7 @@ class QuantizedTensor(Tensor):
         return out
 
     def _unpacked(self, indices: Tensor | None) -> Tensor:
-        """Return the numbers of all rows, or of rows with these indices, computed by torch in the tensor's dtype.
+        """Return the numbers of all rows, or of rows with these indices, computed by torch, in the tensor's dtype.
 
         The whole matrix is unpacked first. Indices of any shape are read one after the other.
         """

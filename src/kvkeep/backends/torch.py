@@ -56,8 +56,10 @@ class TorchBackend(Backend):
             key_positions = _agreed(key_positions)
         out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
         sums = {name: torch.zeros((B, Hk, S), dtype=torch.float32, device=query.device) for name in statistic.fields}
+        # torch's fused attention knows neither soft caps nor sinks
         plain = T > 1 and options.softcap is None and options.sinks is None
         silent = _silent(selected, statistic) if plain else 0
+        # a block is bounded by its mask, of which torch's attention makes floats, 4 bytes each
         for block in _blocks(0, silent, 4 * B * S * (1 if key_positions.shape[1] == 1 else Hq)):
             n = S - T + block.stop  # keys after the block's last row are in its future
             hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=False)
@@ -139,7 +141,7 @@ def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _silent(selected: Bool[Tensor, "B T"], statistic: Statistic) -> int:
-    """Count the query rows before the first one that the statistic counts."""
+    """Return the number of query rows before the first one that the statistic counts in any row of the batch."""
     if not statistic.fields:
         return selected.shape[1]
     counted = selected.any(dim=0).nonzero()

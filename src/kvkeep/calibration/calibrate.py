@@ -121,13 +121,16 @@ def windows(checkpoint: Checkpoint, text: str | None, *, n: int, tokens: int, se
         InputError: the text is too short.
     """
     rows = task.windows(checkpoint, Options(text=text, seed=seed), rows=n, length=tokens)
+    # - 1: nothing predicts a text's first token
     return [Passage(row, len(row), (), (min(TAIL, len(row) - 1),)) for row in rows]
 
 
 # The file of a calibration that is not finished: what was measured so far, a line for each layer.
 
 _BEGINNING = b'{"row": "'
+"""The first bytes of each line, see `kvkeep.result_files.read_rows`."""
 _RUN = "run"
+"""The kind of the first line, which has the calibration's settings."""
 _LOSS = tuple_of(optional(real_number()), optional(real_number()), real_number())
 """The numbers of a `Loss`."""
 
@@ -227,6 +230,7 @@ def _fault(row: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a line of the progress file; ``None`` if it is valid."""
     if not isinstance(row.get("row"), str):
         return "it is no line of a calibration"
+    # the line of settings has no losses
     return first_fault({"losses": [], **row}, {"losses": list_of(_LOSS)})
 
 
@@ -234,6 +238,7 @@ METHOD = 1
 """Incremented by every change that changes results; progress of another version is not gone on with."""
 
 _LOSSES = ("harmed", "answers", "text")
+"""The fields of a `Loss`, which the profile lists under ``measured``."""
 
 _NATS = 1e-4
 """A text on which no head makes a larger difference, in nats, says nothing about heads."""
@@ -242,7 +247,7 @@ _SMALL = 0.15
 """Needs below this are 0."""
 
 _ROOM = 24
-"""Positions for an answer."""
+"""Positions for an answer, the most that `NEW_TOKENS` allows one."""
 
 _STEPS = 12
 """Numbers of heads that are limited together."""
@@ -345,7 +350,9 @@ class Calibration:
         return past_training(self.checkpoint, self.settings.context, "calibration")
 
     def manifest(self) -> dict[str, Any]:
-        """Return the properties that a resumed calibration must share, as far as they are known without weights."""
+        """Return what this calibration must have in common with one that it resumes, as far as it is known without the
+        weights: method, model, text and settings.
+        """
         digest = None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()[:16]
         text = "own" if digest is None else f"sha256:{digest}"
         return {"method": METHOD, "model": as_text(self.model), "text": text, **asdict(self.settings)}
@@ -413,7 +420,7 @@ def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list
 
 
 def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
-    """Read all passages with the full cache, and return what measures losses against it."""
+    """Answer the questions and read all passages with the full cache, and return what measures losses against it."""
     s, name = job.settings, "reading with the full cache"
     made = job.documents
     together = not keeps_states(writer.model.config)  # questions cannot share a state, as they do keys

@@ -105,6 +105,7 @@ def _read(file: Path) -> bytes:
 def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tuple[float, ...], ...]:
     """Return 0 for the share of all layers' heads with the smallest numbers, and 1 for the others."""
     flat = [value for row in numbers for value in row]
+    # of equal numbers the first go, see `imported`
     none = set(sorted(range(len(flat)), key=lambda at: (flat[at], at))[: round(sparsity * len(flat))])
     split = [float(at not in none) for at in range(len(flat))]
     width = len(numbers[0])

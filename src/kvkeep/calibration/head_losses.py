@@ -109,6 +109,7 @@ class LimitedHeads(OnePass):
         self.heads = keys.shape[1]
         places, out = self._passage.positions.to(query.device), []
         # the parts follow each other in the columns, so their outputs do, too
+        # by part, since branches have the same positions, by which attention would let them see each other
         for part, columns in self._passage.parts():
             columns = columns.to(query.device)
             out.append(_full(query[:, :, part], keys[:, :, columns], values[:, :, columns], places[columns], options))
@@ -192,7 +193,8 @@ def read(
         model: the model, attached and in evaluation mode.
         passage: the passage.
         near: what a limited head sees.
-        limited: layer → which heads of each row are limited; ``None``: one row without limits.
+        limited: layer → which heads of each row are limited; a layer that is missing has no limits. ``None``: one row
+            without limits.
 
     Returns:
         The logits of the targets, by branch, and the number of KV heads by layer.

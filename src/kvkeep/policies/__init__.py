@@ -54,5 +54,5 @@ def builtin_summary(name: str) -> str:
 
 
 def builtin_source(module: str) -> ast.Module:
-    """Return the code of a module of this package, without importing it."""
+    """Return the syntax tree of a module of this package, without importing it."""
     return ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))

@@ -66,7 +66,7 @@ class BurstPolicy(Policy):
         """
         super().check(budget)
         window, recent, drop = self.sizes(budget)
-        # + 1: a burst comes when one token is over the budget
+        # + 1: a burst comes when one token is over the budget; max: it leaves one token even where none is protected
         if drop < 1 or window < 1 or drop + max(1, int(recent)) > budget + 1:
             raise BudgetError(
                 f"{self} drops {drop} at a time and protects {recent}, too much for a budget of {budget}."

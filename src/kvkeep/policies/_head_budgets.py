@@ -78,6 +78,7 @@ def parsed(rule: str) -> tuple[str, float]:
     name, colon, text = str(rule).partition(":")
     if name == PROFILE and text:
         return name, 0.0
+    # a colon promises a number, which uniform does not take
     if name not in RULES or (colon and not (text and RULES[name])):
         raise BudgetError(f"Unknown head budget {rule!r:.80}; use uniform, ada:0.2, global:0.2 or profile:FILE.")
     try:
@@ -232,8 +233,8 @@ def _ceilings(
 
 
 def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:
-    """Return the largest budget that one head can get: its fixed part, all that is divided, and two more by
-    rounding.
+    """Return the largest budget that one head can get: its own, all that the other heads have to divide, and two more
+    by rounding.
     """
     base = max(0, budget - sum(map(int, policy.protected(budget))) - (policy.grows.room if policy.grows else 0))
     return budget + math.ceil(base * (heads - 1) * (1.0 - alpha)) + 2

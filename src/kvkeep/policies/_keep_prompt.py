@@ -153,6 +153,7 @@ def with_prompt(pins: Int[Tensor, "B bounds"] | None, prompt: Int[Tensor, " B"])
     if pins is None:
         return torch.cat([torch.zeros_like(end), end], dim=1)
     inside = (pins <= end).sum(dim=1, keepdim=True) % 2 == 1  # the span that goes on behind it keeps its own end
+    # a row without a prompt gets no span: bounds of `LAST` pin nothing
     first = torch.zeros_like(end).masked_fill(end == 0, LAST)
     last = end.masked_fill(inside | (end == 0), LAST)
     rest = pins.masked_fill((pins <= end) & (end > 0), LAST)

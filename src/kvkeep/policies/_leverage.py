@@ -110,7 +110,8 @@ def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor
     factor, fails = torch.linalg.cholesky_ex(wide + ridge * one)
     # on a device the question would wait for it, so both factors are computed there
     if not fails.is_cpu or bool(fails.any()):
-        # rounding in the sums can make a singular scatter slightly negative, so as much is added
+        # rounding in the sums can make a singular scatter slightly negative, so as much is added; tiny: to a scatter of
+        # zeros without a ridge, too
         safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
         factor = torch.where((fails == 0)[..., None, None], factor, safe)
     inverse: Tensor = torch.linalg.solve_triangular(factor, one, upper=False)

@@ -84,6 +84,7 @@ class Pattern(Policy):
         """Return a mask of the slots that belong to the pattern or to the heavy hitters."""
         budget = column(view.budget, view.seen)[:, None, None]
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
+        # - 1: the pattern keeps one slot, that of the newest token
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy
         # the newest part of the pattern comes first, then its marks as far as there is room, then heavy hitters

@@ -17,7 +17,7 @@ _MOST_SHOWN = 20
 
 
 def check_name(text: str) -> None:
-    """Refuse the string of a policy that no package has; ``module:Class`` passes, and so do its options.
+    """Refuse the string of a policy whose name no package has. Options are not checked, and ``module:Class`` passes.
 
     Raises:
         PolicyError: there is no policy of this name.
@@ -30,7 +30,7 @@ def check_name(text: str) -> None:
 
 def unknown(name: str, known: Iterable[str]) -> PolicyError:
     """Return the error for the name of a policy that is not among the known ones."""
-    if re.search(r"[/\\]|\w\.\w", name):
+    if re.search(r"[/\\]|\w\.\w", name):  # a path, or a module without a class
         return PolicyError(
             f"Unknown policy {name!r}. A policy of your own is MODULE:CLASS, with dots between folders and "
             "without .py: my_package.my_module:MyPolicy."

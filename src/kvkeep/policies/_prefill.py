@@ -87,6 +87,7 @@ class PrefillOnly(Policy):
             return Mass() if competes else Nothing()
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
+        # 1: the last row of a probe counts as a generated token's row would
         counted = torch.where(view.reads, prompt, int(competes))
         if self.fading == 1.0:
             return Mass(rows=counted)
@@ -171,7 +172,7 @@ def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
-    """Return which rows read a prompt in this step, with axes for heads and slots."""
+    """Return which rows read a prompt in this step (`View.reads`), with axes for heads and slots."""
     return view.reads[:, None, None]
 
 
@@ -179,8 +180,8 @@ def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
 
 
 def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """Return the norm ``‖W x‖`` of what the query heads of a group would add to the layer's output for the vectors
-    ``x``; ``‖x‖`` if the output projection cannot be read.
+    """Return the Euclidean norm of what the query heads of a group would add to the layer's output if each of them put
+    out ``x``; that of ``x`` if the output projection cannot be read.
     """
     if view.output is not None:
         return view.output.lengths(x)
@@ -189,8 +190,8 @@ def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]
 
 
 def sizes(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """Return the L1 norm of what the query heads of a group would add to the layer's output for the vectors ``x``;
-    that of ``x`` if the output projection cannot be read.
+    """Return the L1 norm of what a query head would add to the layer's output if it put out ``x``, as a mean over the
+    group; that of ``x`` if the output projection cannot be read.
     """
     return x.float().abs().sum(dim=-1) if view.output is None else view.output.sizes(x)
 
@@ -208,7 +209,7 @@ class WorstCase(PrefillOnly):
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0, "size": 0.0}
     projects: ClassVar[bool] = True
-    rates_by_budget: ClassVar[bool] = True
+    rates_by_budget: ClassVar[bool] = True  # the first stage of `rate` fills a part of the budget
 
     @property
     def sums(self) -> MassSums | None:  # type: ignore[override]  # depends on an option

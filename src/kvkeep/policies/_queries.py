@@ -181,6 +181,7 @@ class MeanQueries(Rounds):
             return Means(query, (state["length"] - pairs(query, half_of(view))).clamp(min=0.0))
         found, (_, mine, _, dim) = read(self.calibration, view.layer), view.keys.shape
         heads = mine * view.heads.ranks
+        # the last check: the file's numbers are about pairs, and all dims of a head belong to one
         if found.query.shape[1] != dim or len(found.query) % heads or 2 * half_of(view) != dim:
             raise PolicyError(
                 f"calibration={self.calibration}: the file has {len(found.query)} heads of {found.query.shape[1]} dims "
@@ -207,7 +208,9 @@ def half_of(view: View) -> int:
 
 
 def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B Hk G D"], Float[Tensor, "B Hk G D D"]]:
-    """Return the mean and the covariance of each query head, without padding and the first ``sinks`` tokens."""
+    """Return the mean and the covariance of the queries of each query head, those of padding and of the first ``sinks``
+    tokens left out.
+    """
     vectors = queries.vectors.float().unflatten(1, (heads, -1))
     counts = (queries.positions >= sinks)[:, None, None, :, None]
     number = counts.sum(dim=3).clamp(min=1)
@@ -235,7 +238,9 @@ def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
 def _average(
     rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
-    """Return the cosines and sines of the rotation angles at these distances, each averaged over the steps ahead."""
+    """Return the cosines and sines of the rotation angles at the distances ``far``, each averaged over what the steps
+    ``ahead`` add to the distance.
+    """
     frequencies = rotation.on(far.device)
     # a turn is a factor e^(i angle): the mean over the steps is taken once for all distances
     start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)

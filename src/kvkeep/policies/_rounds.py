@@ -18,7 +18,7 @@ from kvkeep.types import Budget, Phase, Report, State, View
 
 @runtime_checkable
 class Buffered(Protocol):
-    """A policy with a buffer."""
+    """A policy with a buffer: one of `Rounds`, or `random`, which has its buffer on demand."""
 
     @property
     def buffer(self) -> int:
@@ -108,7 +108,10 @@ def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
     """Return how redundant each token's key is: a softmax, over each head's tokens, of its mean cosine to the other
-    keys. With keys to which it is the newest of those that are alike (above ``threshold``), the cosine counts as 0.
+    keys.
+
+    Of the keys that are alike to a key (with a cosine above ``threshold`` to it), the newest counts as unlike it, with
+    a cosine of 0. A token whose key is not finite gets NaN, and an empty slot 0.
     """
     there = positions >= 0
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)

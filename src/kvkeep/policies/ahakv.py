@@ -30,7 +30,7 @@ class AhaKV(Policy):
     sg_softmax: bool = option(True, "sharpen the softmax with the length of the prompt")
     value_prior: bool = option(True, "weight a prompt's tokens by the size of their values")
     clamp: bool = option(True, "a gain of at least 1; the paper's is undefined for a prompt within the budget")
-    slots: ClassVar[dict[str, float]] = {"mass": 0.0, "raw": 0.0}
+    slots: ClassVar[dict[str, float]] = {"mass": 0.0, "raw": 0.0}  # raw: mass that no value has weighted
     sums: ClassVar[MassSums | None] = MassSums("mass", steady={})
     bibtex: ClassVar[str] = """@article{gu2025ahakv,
   title = {{AhaKV}: Adaptive Holistic Attention-Driven {KV} Cache Eviction for Efficient Inference of {LLMs}},
@@ -49,6 +49,7 @@ class AhaKV(Policy):
         """Return the statistic needed: the mass of a prompt's recent rows or a generated token's row, with a gain."""
         ratio = (view.prompt / average(view)[:, 0]).clamp(min=1.0).float()
         gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
+        # 1: without recent tokens, the last row
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
 
     def observe(self, state: State, view: View, report: Report) -> State:

@@ -106,7 +106,7 @@ class NearHeads:
 
 @functools.cache
 def marks(heads: tuple[bool, ...], device: torch.device) -> Bool[Tensor, " Hk"]:
-    """Return a cached boolean tensor of the limited heads on a device."""
+    """Return which heads are limited, as a boolean tensor on a device. It is made once."""
     # the tensor is cached, and its next reader may be outside of inference mode
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
@@ -241,7 +241,7 @@ class Abilities:
 _T = TypeVar("_T")
 
 _TRIES = 64
-"""Steps of the search for the smallest budget that holds pins."""
+"""Steps of the search for the smallest budget that holds pins: where each larger budget protects more, none does."""
 
 
 def option(
@@ -261,6 +261,7 @@ def option(
         odd: whether the number must be odd.
         file: whether the option names a file, which clients of a server must not do.
     """
+    # a field to dataclasses; to type checkers a value of the default's type, as `dataclasses.field` is declared
     value: _T = dataclasses.field(default=default, metadata={"help": text, "within": within, "odd": odd, "file": file})
     return value
 
@@ -327,6 +328,11 @@ class Policy(Abilities, abc.ABC):
     """An option of the cache, which a policy only carries; see `kvkeep.policies._keep_prompt`."""
 
     def __post_init__(self) -> None:
+        """Check the type and the range of each option.
+
+        Raises:
+            PolicyError: a value has another type, or is out of range.
+        """
         kinds = kinds_of(type(self))
         for entry in dataclasses.fields(self):
             value, kind = getattr(self, entry.name), kinds[entry.name]
@@ -335,13 +341,15 @@ class Policy(Abilities, abc.ABC):
             low, high = entry.metadata.get("within", (0, math.inf))
             if entry.name == "keep_prompt":
                 share_kept(value)  # refuses 0, too, which is within the field's range
-            if isinstance(value, int | float) and not low <= value <= high:
+            if isinstance(value, int | float) and not low <= value <= high:  # NaN as well
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} is out of range; {wanted}.")
             if entry.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} has no middle; use an odd number.")
 
     def __str__(self) -> str:
+        """Return the policy's name and, behind a colon, its options as `named` has them, for messages."""
+        # the class's name for a policy of another package, which need not be registered
         module = type(self).__module__
         name = module.rpartition(".")[2] if module.startswith(f"{__package__}.") else type(self).__name__
         return f"{name}:{self.named}" if self.named else name
@@ -352,6 +360,7 @@ class Policy(Abilities, abc.ABC):
         it, or else those that differ from their defaults.
         """
         kept = [] if self.keep_prompt is None else [f"keep_prompt={_show(self.keep_prompt)}"]
+        # sets: a preset may have its options in another order than the fields
         options = set(self.changed.split(",")) - set(kept)
         preset = next((name for name, text in self.presets.items() if set(text.split(",")) == options), None)
         return self.changed if preset is None else ",".join([preset, *kept])
@@ -411,6 +420,7 @@ class Policy(Abilities, abc.ABC):
         whatever the budget.
         """
         room = self.grows.room if self.grows else 0
+        # 0: what is protected as a share of the budget is then left out
         return max(1, sum(map(int, self.protected(0))) + room)
 
     def needed(self, budget: int, pins: Spans) -> int:

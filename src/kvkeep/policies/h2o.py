@@ -50,5 +50,6 @@ class H2O(HeavyHitters):
             return state["mass"]
         _, recent = self.protected(view.budget)
         graduate = (view.seen[:, None] - recent - 1)[:, :, None]
+        # not at the cut of a prompt, at which no single token leaves the window
         lifted = (view.positions == graduate) & view.writes[:, None, None]
         return state["mass"].masked_fill(lifted, torch.finfo(torch.float32).max)

@@ -51,6 +51,7 @@ def available() -> dict[str, type[Policy]]:
 
 def _policy_of(module: types.ModuleType) -> type[Policy]:
     """Return the policy class that a module of `kvkeep.policies` defines."""
+    # beside it, the module may have imported bases and other policies
     (cls,) = (
         value
         for value in vars(module).values()
@@ -96,6 +97,7 @@ def parse(text: str) -> Policy:
 def split(text: str) -> tuple[str, str]:
     """Split a policy's string into its name and the text of its options."""
     name, _, tail = text.strip().partition(":")
+    # registered names first: snapkv:late, a preset, has the form of module:Class as well
     if name not in available() and (found := REFERENCE.fullmatch(text.strip())):
         return f"{found[1]}:{found[2]}", found[3] or ""
     return name, tail
@@ -115,7 +117,7 @@ def class_of(name: str) -> type[Policy]:
         return available()[name]
     found: object = _import(module)
     try:
-        for part in attribute.split("."):
+        for part in attribute.split("."):  # a class may lie within another one
             found = getattr(found, part)
     except AttributeError:
         known = [key for key, value in vars(sys.modules[module]).items() if _is_policy(value) and value is not Policy]
@@ -145,6 +147,7 @@ def _import(module: str) -> types.ModuleType:
         importlib.invalidate_caches()  # the file may have been written after its folder was searched
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
+        # any error but that the module itself, or a package around it, was not found comes from within the module
         if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):
             raise PolicyError(f"Module {module!r} cannot be imported: {one_line(error):.300}") from error
         hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else did_you_mean(module, available())
@@ -156,7 +159,7 @@ def _import(module: str) -> types.ModuleType:
 
 
 def _options(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
-    """Parse the text behind a policy's name into option values. Options that follow a preset override it.
+    """Return the option values in the text behind a policy's name, by name. Options that follow a preset override it.
 
     Raises:
         PolicyError: unknown option or preset, or a value of the wrong kind.
@@ -168,7 +171,7 @@ def _options(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
 
 
 def _given(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
-    """Parse options of the form ``name=value,name=value``.
+    """Return the values of options that are written ``name=value,name=value``, by name. An empty text gives none.
 
     Raises:
         PolicyError: unknown option, or a value of the wrong kind.
@@ -238,9 +241,12 @@ def describe(name: str) -> str:
 
 
 def _convert(text: str, kind: object, where: str) -> object:
-    """Convert an option's text to its declared type.
+    """Return an option's value, read from text as its declared type says. ``none`` is ``None`` if the option may be.
 
-    ``none`` is ``None`` if the option may be.
+    Args:
+        text: the value as a user writes it.
+        kind: the declared type.
+        where: names the option in messages.
 
     Raises:
         PolicyError: the text is no such value.

@@ -41,4 +41,5 @@ class SparseStrided(Pattern):
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
         """Return which slots hold every ``stride``-th position."""
         stride = -(-2 * view.prompt[:, None, None] // share.clamp(min=1)) if self.stride is None else self.stride
+        # 2: a grid of all positions would only be a longer local part
         return (view.positions + 1) % torch.as_tensor(stride).clamp(min=1 if self.stride else 2) == 0

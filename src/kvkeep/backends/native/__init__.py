@@ -132,7 +132,7 @@ class NativeBackend(Backend):
         call = self._packed(step)
         out = None if call is None else call.run()
         if isinstance(step.slots, LazySlots):
-            step.slots.forget()
+            step.slots.forget()  # as in `append`
         return out
 
     def repeat(self, step: FusedStep) -> Repeat | None:
@@ -163,6 +163,7 @@ class NativeBackend(Backend):
             wanted=wanted(statistic) if added.states else None,  # without states nobody adds the sums up
             added=added,
             limits=limits,
+            # where positions lie in the pool, too, there are more of them than any head has slots
             turn=self._turn((ranges and ranges.width) or there.positions.shape[2], query.dtype, rotated_at=now),
             ranges=ranges,
             codes=codes,

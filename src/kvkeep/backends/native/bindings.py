@@ -141,8 +141,12 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
 
 
 def _fits(transform: KeyTransform, keys: tuple[int, int, int]) -> bool:
-    """Return whether there are no exponents, or as many as a row of so many rows, KV heads and channels has, and the
-    same of normals.
+    """Return whether exponents and normals have the dtypes and shapes that are promised to the kernel. Either may be
+    missing.
+
+    Args:
+        transform: the exponents and normals.
+        keys: rows, KV heads, and channels of a key.
     """
     exponents, normals = transform
     if normals is not None:
@@ -244,7 +248,9 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
 def readable(
     query: Tensor, keys: Tensor, values: Tensor, now: Tensor, positions: Tensor, *, options: AttentionOptions
 ) -> bool:
-    """Return whether dtypes and shapes are those that `prefill` promises to the kernel."""
+    """Return whether dtypes and shapes are those that `kvkeep.backends.native.ops.attend_twice` promises to the
+    kernel.
+    """
     B, _, T, _ = query.shape
     if now.shape != (B, T) or now.dtype not in _WHOLE or not now.is_cpu:
         return False
@@ -307,7 +313,7 @@ def writable(
     D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding.keys.dim, coding.values.dim)
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
         return False
-    S = keys.shape[2] if pooled else S
+    S = keys.shape[2] if pooled else S  # every head is shown all entries of the pool
     if coding is not None:
         if new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
             return False
@@ -328,6 +334,7 @@ def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
 def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> bool:
     """Return whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
     ring = added.ring
+    # a ring is made of a report, and a report goes into states
     if (wanted is None and ring is not None) or (wanted is not None and not added.states):
         return False
     if not added.states:

@@ -181,7 +181,7 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
     A folder with the sticky bit, such as /tmp, is safe as well: everybody writes there, but nobody can replace the
     files of others.
     """
-    mine, others = status.st_uid == os.getuid(), status.st_mode & 0o022
+    mine, others = status.st_uid == os.getuid(), status.st_mode & 0o022  # the group and all others may write
     if not above:
         return mine and not others
     if status.st_mode & stat.S_ISVTX:
@@ -266,7 +266,7 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
 
 def _opened(path: Path) -> ctypes.CDLL | None:
     """Load a library of the cache; return ``None`` unless it belongs to this user and can be loaded, see `_bound`."""
-    status = path.lstat()
+    status = path.lstat()  # of a link itself, which is no regular file: it could lead anywhere
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None
     try:

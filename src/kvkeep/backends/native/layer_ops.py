@@ -54,6 +54,7 @@ WIDE_BYTES = 2**23
 SILU, GELU, RELU, RELU_SQUARED = ACTIVATIONS = (0, 1, 2, 3)
 """The kernel's activations; GELU is the approximation with tanh."""
 
+# half precision → torch's function that says whether the processor multiplies it
 _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 # structs of small.h: the heads of Products and Gated, Weights, and Norm with its Scaled
@@ -152,7 +153,7 @@ def split(layer: nn.Linear, sizes: Sequence[int]) -> list[Linear] | None:
 
 
 def _rows(weight: Tensor, start: int, end: int) -> Tensor:
-    """Return a view of rows of a weight, as what the weight is: see `is_readable`."""
+    """Return a view of rows of a weight: a parameter again, or a `QuantizedTensor`, as `is_readable` asks for."""
     if isinstance(weight, QuantizedTensor):
         return weight.rows(start, end)
     return nn.Parameter(weight.detach()[start:end], requires_grad=False)
@@ -197,9 +198,10 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) ->
 
 
 def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """Compute a linear layer in float32, to which the kernel adds up in any case; ``None`` if the kernel cannot do it.
+    """Compute a linear layer with outputs in float32, in which the kernel adds up anyway; ``None`` if it cannot.
 
-    With more than `MOST_ROWS_OF_LOGITS` rows torch computes and rounds them, unless the kernel multiplies tiles.
+    With more than `MOST_ROWS_OF_LOGITS` rows, unless the kernel multiplies tiles, return what `widened` returns. That
+    is ``None`` where torch is not slow, and then the caller's torch computes and rounds the logits.
     """
     if x.numel() > MOST_ROWS_OF_LOGITS * x.shape[-1] and not _has_squares(x.dtype):
         return widened(x, layer, torch.float32)
@@ -208,7 +210,7 @@ def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out
 
 
 def _unpacks_to_tiles(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear]) -> bool:
-    """Return whether the kernel makes tiles of the weights, all of which are quantized."""
+    """Return whether all weights are quantized, and the kernel makes tiles of them."""
     return all(isinstance(layer.weight, QuantizedTensor) for layer in layers) and _has_squares(dtype)
 
 
@@ -447,7 +449,9 @@ class Before:
         )
 
     def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
-        """Return whether this object, a step of attention and ``behind`` belong to one layer."""
+        """Return whether this object, a step of attention and ``behind`` can be one layer to the kernel: it can compute
+        them, and their dtypes and their numbers of rows, heads and dims agree.
+        """
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
@@ -463,13 +467,13 @@ class Before:
         return self._heads == heads and behind.attended == heads[0] * dim
 
     def takes_angles(self, x: Tensor, angles: Angles | None) -> bool:
-        """Return whether the kernel can rotate the rows of ``x`` by these angles, if it has to."""
+        """Return whether the kernel can rotate the rows of ``x`` by these angles; always if nothing is rotated."""
         if not self.rotary_dim:
             return True
         return angles is not None and all(_are_angles(part, x, self.rotary_dim) for part in angles)
 
     def reads(self, x: Tensor, rows: int) -> bool:
-        """Return whether the kernel can read a token for each of the rows."""
+        """Return whether ``x`` has one token for each of so many rows, in the dtype and of the width of this layer."""
         return x.dtype == self._dtype and x.shape == (rows, 1, self._width)
 
 
@@ -651,7 +655,7 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
-    """Return whether the kernel can compute this norm for inputs like ``like``."""
+    """Return whether the kernel can compute this norm for inputs in the dtype of ``like``, of this width."""
     if not matches(norm.weight, like, (width,)) or norm.weight.dtype not in TYPES:
         return False
     return norm.bias is None or matches(norm.bias, like, (width,))

@@ -58,8 +58,8 @@ def attend(  # noqa: PLR0913  all that the kernel is told
     give zeros. `AttentionOptions.top` is ignored.
 
     Returns:
-        The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
-        ``(B, Hk, S)`` float32.
+        The output ``(B, Hq, 1, E)`` in the query's dtype; if a report is wanted, the mass of each slot as well; and if
+        `WantedReport.second` names another field, that field. Both are ``(B, Hk, S)`` and float32.
     """
     library = library_for(query, keys, values, now, positions, *bindings.scales_of(codes))
     asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
@@ -109,7 +109,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     recents, recent = either(bounded(limits.recent), torch.int64)
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]  # a policy has up to two sums
-    lost = None if wanted is None else added.lost
+    lost = None if wanted is None else added.lost  # without a report no mass is known
     call = _attention(query, slots, now, **asked, reports=False, ranges=ranges, codes=codes)
     marks, sizes = _marks(added.ring, len(query))
     rest = _STEP.pack(
@@ -499,7 +499,7 @@ def _slots(
         *(pointer(recents), *((0, 0) if recents is None else strides(recents)), newest),
         *(pointer(limits), *((0, 0) if limits is None else strides(limits)), most),
         *_prompts(prompts),
-        *bindings.packed_ranges(None),
+        *bindings.packed_ranges(None),  # positions lie side by side here, those of a pool's slots, too
     )
     return _Call(packed, (seen, recents, limits, prompts))
 

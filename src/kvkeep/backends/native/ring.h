@@ -1,4 +1,5 @@
-// The state of a policy that marks rows in a ring of bits: see `Ring` in added.py and `ring` in attention_stats.py.
+// The state of a policy that marks rows in a ring of bits: see `Ring` in backends/base.py, and `ring` in
+// attention_stats.py.
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // Functions on the slots of one head: write a token, expire, count, evict. What is empty: see EMPTY in types.py; what is
-// protected, expires and goes first: see scores.py.
+// protected, expires and goes first: see kv/ranking.py.
 
 #pragma once
 

@@ -2,8 +2,8 @@
 
 ===============================  ====================================================================================
 `launch`                         where kernels run, which tensors they take, their tile sizes and arguments
-`slots`, `decode`                kernels of a decode step; `ops` are their functions on tensors
-`slot_codec`                     how they read and write slots of 8 or 4 bits
+`slots`, `decode`                kernels of a decode step, also over quantized slots; `ops` are their functions on
+                                 tensors
 `prefill`                        kernels of a prompt; `prefill_ops` are their functions on tensors
 ===============================  ====================================================================================
 
@@ -60,6 +60,7 @@ class TritonBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty one slot of every head over its limit, in a kernel, or in torch if the kernel cannot."""
+        # with a window the kernel would also expire slots, which `Backend.evict` does not
         if not ops.evict(positions, score, replace(limits, window=None)):
             self._torch.evict(positions, score, limits)
 

@@ -63,7 +63,7 @@ def weighed(p, values, WIDE: tl.constexpr):
 @no_type_check
 def binary_logits(dots, scaling, softcap, CAPPED: tl.constexpr):
     """Turn dot products into logits to base 2, scaled and soft-capped."""
-    x = dots * scaling
+    x = dots * scaling  # 1.4426950408889634 below is log2(e)
     if CAPPED:
         size = tl.exp2(tl.abs(x) * (-2.0 * 1.4426950408889634 / softcap))
         capped = softcap * (1.0 - size) / (1.0 + size)  # the hyperbolic tangent, without overflow
@@ -97,7 +97,7 @@ def attend_split(
     The last split takes a rest of at most a tile as well: with a new token there is one slot more than the budget.
     `APPENDS`: the row's new token is first written into the head's free slot. Its key and value take part from
     registers, `slots` receives the slot, and the next kernel writes the position. `KEEPS`: `logits` are written.
-    With 8 or 4 bits, keys and values are codes with `key_scales` and `value_scales`, see `codes.vectors`; with 16 they
+    With 8 or 4 bits, keys and values are codes with `key_scales` and `value_scales`, see `slots.vectors`; with 16 they
     are not. There is no `APPENDS` with codes.
 
     Layout: query ``(B, Hq, 1, D)``, keys ``(B, Hk, S, D)``, values ``(B, Hk, S, E)``, positions ``(B, #Hk, S)``, any
@@ -130,7 +130,7 @@ def attend_split(
     own = -1
     if APPENDS:
         own = free_slot(positions, S, SCAN)
-        tl.store(slots + head, own, mask=split == 0)
+        tl.store(slots + head, own, mask=split == 0)  # all splits find the same slot
         here = (own >= begin) & (own < end)
         fresh_key = moved(
             new_keys + row * new_key_row + group * new_key_head, keys + own.to(tl.int64) * key_slot, d, D, here

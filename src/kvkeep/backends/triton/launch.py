@@ -97,6 +97,7 @@ def runs(*tensors: Tensor) -> bool:
     if tensors[0].device.type not in kernels().devices or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
+        # an axis of one entry may have any stride
         if type(tensor) is not Tensor or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
             return False
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -266,6 +267,7 @@ def _tile(table: Table, dim: int, like: Tensor) -> Tile:
     if not like.is_cuda:
         # triton's interpreter, in which the tests run
         return CPU
+    # 64: the tables have no smaller tiles, so smaller heads take those
     return table[_is_roomy(like.device), like.element_size(), power(dim, least=64)]
 
 
@@ -367,7 +369,7 @@ def codes(slots: Slots) -> dict[str, Any]:
             **heads(f"{name}_scale", vectors.scales),
             f"{name}_scale_slot": vectors.scales.stride(2),
             f"{name.upper()}_BITS": vectors.bits,
-            f"{name.upper()}_GROUP": 1 if vectors.bits == 16 else vectors.group,
+            f"{name.upper()}_GROUP": 1 if vectors.bits == 16 else vectors.group,  # not read with 16 bits
         }
     return found
 

@@ -38,17 +38,18 @@ def attend(
     Return ``None`` if no kernel can do it.
 
     Cost:
-        two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with
+        two kernels: `decode.attend_split` and `decode.merge`. Over codes, a product of the query with
         `kvkeep.kv.slot_codec`' matrix before.
     """
     if isinstance(slots, CodedSlots):
+        # without rows: what is looked at are the number of heads, the head dims and the dtype, and codes have others
         like = query.new_empty((0, slots.positions.shape[1], *launch.dims(slots)))
         if not _runs_over(slots, query, now) or not _takes(query, like):
             return None
         query = _transformed(query, slots.transform, 1).to(query.dtype)
     elif not launch.runs(query, *slots, now) or not _takes(query, slots.keys, slots.values):
         return None
-    from kvkeep.backends.triton import decode
+    from kvkeep.backends.triton import decode  # here and below, as it imports Triton
 
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill()
@@ -184,7 +185,7 @@ def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | No
 
     Return ``None``, with nothing changed, if no kernel can.
     """
-    scored = positions if scores is None else scores
+    scored = positions if scores is None else scores  # without scores any tensor: it is not read
     if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
     from kvkeep.backends.triton import slots

@@ -75,6 +75,7 @@ def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | 
 def _by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Return causal attention by cuDNN, and the log-sum-exp of each row."""
     # only torch's private operators return the log-sum-exp, which the report needs
+    # then: no bias, the log-sum-exp, no dropout, causal, no debug mask
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse, *_ = call(query, keys, values, None, True, 0.0, True, False, scale=scaling)
     return out, lse
@@ -82,6 +83,7 @@ def _by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tu
 
 def _by_flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Return causal attention by torch's flash attention, and the log-sum-exp of each row."""
+    # then: no dropout, causal, no debug mask
     call = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = call(query, keys, values, 0.0, True, False, scale=scaling)
     return out, lse
@@ -169,7 +171,7 @@ def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, 
     selected = statistic.selects(queries)
     bounds = bounds_of(selected)
     gain = _gain(statistic, queries) if isinstance(statistic, Mass) else None
-    if gain is not None or lse is None:
+    if gain is not None or lse is None:  # a gain makes another softmax, with sums of its own
         lse = work.log_sum_exp(bounds, gain)
     if isinstance(statistic, Low):
         n = work.visible() if statistic.live else (queries + 1)[:, None]

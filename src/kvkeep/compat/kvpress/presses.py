@@ -94,6 +94,7 @@ class BasePress(abc.ABC):
         prompts = _Prompts(self, inner)
         # the decoder as well, which kvpress' users call without the head; a base model is its own
         parts = {id(part): part for part in (inner, inner.base_model)}.values()
+        # first: the hook of `attach` tells a bounded cache the token ids, so the cache has to be bounded by then
         hooks = [part.register_forward_pre_hook(prompts.bound, with_kwargs=True, prepend=True) for part in parts]
         try:
             yield
@@ -139,6 +140,7 @@ class _Prompts:
             self._made.add(cache)
             return None
         self._made.add(made)
+        # kvkeep's fused decoders pass everything on, and name no argument
         name = taken_as(type(module)) or CACHE_ARGUMENTS[-1]
         return args, {**kwargs, name: made}
 
@@ -446,7 +448,9 @@ class PyramidKVPress(SnapKVPress):
 
 
 def _weights(numbers: Sequence[float | int], policy: str) -> list[float]:
-    """Return the weights under which layers get these numbers of tokens: each has what the policy protects already."""
+    """Return the weights under which layers get these numbers of tokens: what `kvkeep.budget.per_layer` spreads by
+    weight comes on top of the slots that the policy needs in every layer.
+    """
     least = parse(policy).least
     return [max(float(number - least), 1e-6) for number in numbers]  # a weight has to be above 0
 
@@ -486,7 +490,7 @@ class _Wrapper(BasePress):
     def cache_options(self, lengths: Sequence[int], layers: int) -> CacheArguments | None:
         """Return what the other press becomes, with options added; ``None`` if it keeps everything."""
         inner = self.press.cache_options(lengths, layers)
-        return inner and inner.with_options(**self.added)
+        return inner and inner.with_options(**self.added)  # None stays
 
 
 @dataclass
