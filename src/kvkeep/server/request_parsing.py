@@ -344,7 +344,6 @@ def message_pins(
         with suppress(InputError):  # the template shows the message in another form
             fits = partial(served.can_pin, policy=own.get("policy"), budget=own.get("budget"))
             told = find(None)
-            # a share for the system's own, so that most of the budget stays free for the conversation
             more = spans((*found, *told))
             if fits(told, share=SYSTEM_SHARE) and fits(spans((*asked, *more)), share=1.0):
                 found = more
