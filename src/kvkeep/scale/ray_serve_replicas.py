@@ -31,7 +31,8 @@ class ReplicaFacts:
     pid: int
 
 
-_KNOWN: dict[str, Mapping[str, int]] = {}  # of the process: Ray Serve makes `ByName` itself, and hands nobody the object
+# of the process: Ray Serve makes `ByName` itself, and hands nobody the object
+_KNOWN: dict[str, Mapping[str, int]] = {}
 
 
 def note(place: str, replicas: Mapping[str, int]) -> None:

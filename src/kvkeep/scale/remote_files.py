@@ -309,6 +309,7 @@ class Destination:
 
     def _name(self) -> str:
         """Return a hash that names the destination of an address, however the address is spelled."""
+        # an address's query may name another server, such as the endpoint of S3
         place = str(Path(self._at).resolve()) if self._is_local else f"{self._at}?{urlsplit(self.target).query}"
         return hashlib.sha256(f"{self._system.type_name}:{place}".encode()).hexdigest()[:16]
 

@@ -84,6 +84,7 @@ class ServedModel:
         if isinstance(prompt, str):
             plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw, **(template or {}))[0].tolist()
             return plain
+        # a list has entries of one kind; the filters are for type checkers
         if isinstance(prompt[0], int):
             return self.known([token for token in prompt if isinstance(token, int)])
         messages = [message for message in prompt if isinstance(message, dict)]

@@ -161,6 +161,7 @@ class RequestQueue:
         """
         limit = time.monotonic() + self._settings.queue_timeout_s
         pause, first = _LOOK_S / 16, streams[0]  # doubled below, since most requests get a row at once
+        # a request without a number is not in the engine's queue yet
         while events.empty() and (first.number is None or self._engine.waits(first.number)):
             if time.monotonic() > limit:
                 raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
