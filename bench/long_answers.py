@@ -10,28 +10,32 @@ One GPU day (Qwen3-8B, not measured yet):
     python bench/long_answers.py Qwen/Qwen3-8B --text NOVEL --output DIR --calibration queries.pt --device cuda
         --prompts 128,512 --new 8000 --budgets 512,1024,2048 --limit 4
 
-Answers are drawn, since those of the likeliest tokens repeat themselves on small models, which any policy follows. Runs
-`kvkeep eval --tasks agreement` for each length of the prompt and each budget, in a folder of its own under DIR.
-The same command goes on where it stopped. Policies that cannot keep the prompt in a budget are left out, and named. The
-full cache's logits stay in main memory: prompts x new tokens x vocabulary numbers of the model's dtype.
+Answers are drawn, since those of the likeliest tokens repeat themselves on small models, which any policy follows. Each
+policy follows the full cache's answers under all budgets at once: they are rows of one batch, since the weights take
+most of a step's time. A line of DIR/prompt64-new2000.jsonl has a policy's results; the same command goes on where it
+stopped. Policies that cannot keep the prompt in a budget are left out there, and named. The full cache's logits stay in
+main memory: answers x new tokens x vocabulary numbers of the model's dtype.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from lib import report
 
 import kvkeep
 from kvkeep.errors import BudgetError
+from kvkeep.evals.task import Options
+from kvkeep.evals.tasks.agreement import Agreement
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies import CONVERSATION, DEFAULT
 from kvkeep.policies._keep_prompt import check_budget, check_read, keeping
 from kvkeep.policies.registry import label
-from kvkeep.result_files import ROWS
+from kvkeep.scale.driver import ModelRecipe
 
 POLICIES = (
     *("local", "streaming_llm", "h2o", "scissorhands", "ahakv", "tova", DEFAULT, CONVERSATION, "rkv"),
@@ -39,51 +43,58 @@ POLICIES = (
 )
 
 
-def arms(options: argparse.Namespace, prompt: int, budget: int) -> tuple[list[str], list[str]]:
-    """Return the policies of one run, without and with the prompt kept, and those that a budget cannot hold."""
+def arms(options: argparse.Namespace, prompt: int) -> dict[str, list[int]]:
+    """Return the policies, without and with the prompt kept, each with the budgets that can hold it."""
     asked = [*POLICIES, *([f"triattention:calibration={options.calibration}"] if options.calibration else [])]
-    found, left_out = [], []
+    found: dict[str, list[int]] = {}
     for policy in asked:
         for keep in (None, True):
             made = keeping(kvkeep.parse(policy), keep)
-            try:
-                check_budget(made, budget)
-                check_read(made, budget, ((0, prompt),))
-                found.append(kvkeep.spec(made))
-            except BudgetError:
-                left_out.append(kvkeep.spec(made))
-    return found, left_out
+            for budget in options.budgets:
+                try:
+                    check_budget(made, budget)
+                    check_read(made, budget, ((0, prompt),))
+                except BudgetError:
+                    what = f"a budget of {budget} cannot hold it with a prompt of {prompt}"
+                    print(f"{kvkeep.spec(made)} is left out: {what}", file=sys.stderr)
+                else:
+                    found.setdefault(kvkeep.spec(made), []).append(budget)
+    return found
 
 
-def run(options: argparse.Namespace, prompt: int, budget: int) -> None:
-    """Run the policies of one prompt length and budget, unless they have been run."""
-    policies, left_out = arms(options, prompt, budget)
-    for policy in left_out:
-        print(f"{policy} is left out: a budget of {budget} cannot hold it with a prompt of {prompt}", file=sys.stderr)
-    lengths = ("--prompt-tokens", str(prompt), "--new-tokens", str(options.new), "--limit", str(options.limit))
-    words = [sys.executable, "-m", "kvkeep", "eval", options.model, "--tasks", "agreement", *lengths]
-    words += ["--draw", "--text", options.text, "--policies", ",".join(["full", *policies]), "--budgets", str(budget)]
-    words += ["--device", options.device, "--dtype", options.dtype, "--no-plots"]
-    subprocess.run([*words, "--output", str(folder(options, prompt, budget))], check=True, stdout=subprocess.DEVNULL)
+def run(options: argparse.Namespace, writer: Writer, prompt: int) -> list[dict[str, Any]]:
+    """Run the policies that have no line in the file of a prompt length, and return all lines."""
+    file = options.output / f"prompt{prompt}-new{options.new}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    known = {row["policy"] for row in done}
+    todo = {policy: budgets for policy, budgets in arms(options, prompt).items() if policy not in known}
+    if not todo:
+        return done
+    lengths = {"prompt_tokens": prompt, "new_tokens": options.new, "limit": options.limit}
+    task = Agreement.load(
+        writer.checkpoint, Options(text=options.text.read_text(encoding="utf-8"), draw=True, **lengths)
+    )
+    print(f"prompts of {prompt}: the full cache's own answers", file=sys.stderr)
+    task.prepare(writer)
+    for number, (policy, budgets) in enumerate(todo.items(), 1):
+        print(f"prompts of {prompt}: {policy}, {number} of {len(todo)}", file=sys.stderr)
+        scores = task.under_budgets(writer, kvkeep.parse(policy), budgets)
+        done.append({"policy": policy, "scores": dict(zip(map(str, budgets), scores, strict=True))})
+        with file.open("a") as lines:
+            print(json.dumps(done[-1]), file=lines)
+    return done
 
 
-def folder(options: argparse.Namespace, prompt: int, budget: int) -> Path:
-    """Return the folder of one run."""
-    return options.output / f"prompt{prompt}-new{options.new}-budget{budget}"
-
-
-def rows(options: argparse.Namespace, prompt: int, budget: int) -> list[list[str]]:
-    """Return a line of the table for each policy of a run."""
-    file = folder(options, prompt, budget) / ROWS
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    cells = [row for row in found if "score" in row]
+def table(done: list[dict[str, Any]], prompt: int) -> list[list[str]]:
+    """Return a line for each budget and policy, the smallest KL first."""
+    cells = [(int(budget), row["policy"], score) for row in done for budget, score in row["scores"].items()]
     return [
         [
-            *(str(prompt), str(budget), *named(row["policy"])),
-            *(f"{row['score'][name]:.{digits}f}" for name, digits in (("kl", 4), ("agreement", 3))),
-            f"{row['score']['first_difference']:.0f}",
+            *(str(prompt), str(budget), *named(policy)),
+            *(f"{score['kl']:.4f}", f"{score['agreement']:.3f}", f"{score['first_difference']:.0f}"),
         ]
-        for row in sorted(cells, key=lambda row: row["score"]["kl"])
+        for budget, policy, score in sorted(cells, key=lambda cell: (cell[0], cell[2]["kl"]))
     ]
 
 
@@ -96,23 +107,26 @@ def named(policy: str) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--calibration", help="a file of kvkeep calibrate --for triattention")
-    parser.add_argument("--prompts", default="64,128")
-    parser.add_argument("--budgets", default="128,256,512")
+    parser.add_argument("--prompts", type=numbers, default="64,128")
+    parser.add_argument("--budgets", type=numbers, default="128,256,512")
     parser.add_argument("--new", type=int, default=2000)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
-    pairs = [(int(p), int(b)) for p in options.prompts.split(",") for b in options.budgets.split(",")]
-    for prompt, budget in pairs:
-        run(options, prompt, budget)
-    lines = [line for prompt, budget in pairs for line in rows(options, prompt, budget)]
+    writer = ModelRecipe(model=options.model, dtype=options.dtype, device=options.device).load()
+    lines = [line for prompt in options.prompts for line in table(run(options, writer, prompt), prompt)]
     title = f"{options.model}: answers of {options.new} tokens, {options.limit} prompts"
     columns = ["prompt", "budget", "policy", "prompt is", "KL, nats", "agreement", "until a difference"]
     report(title, columns, lines, {"bench": "long_answers", "lines": lines})
+
+
+def numbers(text: str) -> list[int]:
+    """Return the whole numbers of a list with commas."""
+    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

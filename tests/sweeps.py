@@ -88,6 +88,11 @@ def thin(items: Iterable[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.slow)
 
 
+def is_one_in(name: str, number: int) -> bool:
+    """Return whether a test is among those, about one in ``number``, that a hash of their names chooses."""
+    return _hash(name) // ONE_IN % number == 0
+
+
 def _hash(name: str) -> int:
     return crc32(name.encode())
 

@@ -53,6 +53,7 @@ class Pair:
 
 @pytest.fixture(autouse=True, params=["first call", "after others"])
 def earlier_calls(request):
+    begin_test()  # not all tests are looked at
     if request.param == "after others":
         for rows, tokens in ((2, 3), (4, 5)):
             give(torch.zeros(rows, tokens), torch.zeros(rows), second=torch.zeros(tokens))
@@ -95,6 +96,14 @@ def test_is_found(call):
 
 def test_is_not_looked_for_where_it_is_switched_off(no_checked_annotations):
     assert give([0], 0) == 0
+
+
+def test_is_not_looked_for_in_tests_that_are_not_looked_at():
+    begin_test(looking=False)
+    assert give([0], 0) == 0
+    begin_test()
+    with pytest.raises(TypeCheckError):
+        give([0], 0)
 
 
 def test_a_result_is_checked_without_another_call():

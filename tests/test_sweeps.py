@@ -75,3 +75,9 @@ def test_a_run_leaves_out_the_other_shares_and_no_fast_test(pytester):
 def test_what_is_no_share_is_refused(text):
     with pytest.raises(ValueError, match="is no share"):
         sweeps.Share.parse(text)
+
+
+def test_about_one_test_in_four_is_chosen_and_every_one_in_one():
+    found = [f"tests/test_x.py::test_{number}" for number in range(400)]
+    assert 70 < sum(sweeps.is_one_in(name, 4) for name in found) < 130
+    assert all(sweeps.is_one_in(name, 1) for name in found)

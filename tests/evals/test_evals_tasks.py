@@ -232,6 +232,17 @@ def test_agreement_along_long_answers_after_short_prompts():
         Options(new_tokens=0)
 
 
+@pytest.mark.parametrize("policy", ["local", "h2o"])
+def test_budgets_side_by_side_have_the_scores_of_each_alone(policy):
+    task, budgets = prepared(Agreement), (6, 40, 11)
+    alone = [run(task, policy, budget).score for budget in budgets]
+    together = task.under_budgets(writer(), parse(policy), budgets)
+    assert len({score["kl"] for score in alone}) == len(budgets)
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[name] == pytest.approx(other[name], abs=1e-5) for name in one)
+
+
 def test_the_end_of_text_is_left_out_of_the_continuation(monkeypatch):
     task = load(Agreement)
     wanted = int(prepared(Agreement).references[0].tokens[0, 0])

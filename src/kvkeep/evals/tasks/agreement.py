@@ -45,6 +45,15 @@ class _Reference:
     logits: list[Float[Tensor, "B V"]]
 
 
+@dataclass
+class _Followed:
+    """How a bounded cache followed a batch's continuation, by step and row; and the bytes that it held at the end."""
+
+    equal: Float[Tensor, "n B"]
+    kl: Float[Tensor, "n B"]
+    memory: MemoryUsage
+
+
 @final
 @dataclass
 class Agreement(Task):
@@ -98,23 +107,59 @@ class Agreement(Task):
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
         """Feed the continuation, and compare each next-token distribution with that of the full cache."""
-        equal, kl, firsts, memory = [], [], [], MemoryUsage()
+        found = [
+            self._follow(writer, policy, budgets[at], at, reference, setup)
+            for at, reference in zip(self._batches(), self.references, strict=True)
+        ]
+        memory = sum((part.memory for part in found), MemoryUsage())
+        return TaskOutcome(self._score([part.equal for part in found], [part.kl for part in found]), memory)
+
+    def under_budgets(self, writer: Writer, policy: Policy, budgets: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the score of a policy under each of several budgets: rows of one batch, which share each step.
+
+        Long answers are mostly the model's own time, of which this takes one share for all budgets. Each row gets what
+        it gets alone; only rules with randomness draw for other rows than in a run of one budget.
+        """
+        equal, kl = [], []
         for at, reference in zip(self._batches(), self.references, strict=True):
-            drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
-            # these logits follow from the whole prompt, so no policy has a part in them
-            drive.feed(self.ids[at], last_only=True)
-            rows = []
-            for step, full in enumerate(reference.logits):
-                bounded = drive.feed(reference.tokens[:, step : step + 1])[:, -1]
-                full = full.to(bounded.device)
-                rows.append((full.argmax(dim=-1) == bounded.argmax(dim=-1)).float().cpu())
-                kl.append(task.kl(full, bounded).cpu())
-            equal += rows
-            # the product of all steps so far is 1 until the first token that differs
-            firsts.append(torch.stack(rows).cumprod(dim=0).sum(dim=0))
-            memory += drive.cache.memory()
-        found = _score(torch.cat(equal), torch.cat(kl), self._steps())
-        return TaskOutcome({**found, "first_difference": torch.cat(firsts).double().mean().item()}, memory)
+            rows = len(reference.tokens)
+            numbers = [budget for budget in budgets for _ in range(rows)]
+            found = self._follow(writer, policy, numbers, at, reference, PLAIN)
+            equal.append(found.equal.split(rows, dim=1))
+            kl.append(found.kl.split(rows, dim=1))
+        return [self._score(*both) for both in zip(zip(*equal, strict=True), zip(*kl, strict=True), strict=True)]
+
+    def _follow(
+        self,
+        writer: Writer,
+        policy: Policy,
+        budgets: Sequence[int],
+        at: slice,
+        reference: _Reference,
+        setup: Setup,
+    ) -> _Followed:
+        """Feed a batch's continuation to a bounded cache; with more budgets than rows, all rows come several times."""
+        copies = len(budgets) // len(reference.tokens)
+        tokens = reference.tokens.repeat(copies, 1)
+        drive = Drive(writer, policy, budgets, first=at.start, setup=setup)
+        # these logits follow from the whole prompt, so no policy has a part in them
+        drive.feed(self.ids[at].repeat(copies, 1), last_only=True)
+        equal, kl = [], []
+        for step, full in enumerate(reference.logits):
+            bounded = drive.feed(tokens[:, step : step + 1])[:, -1]
+            full = full.to(bounded.device)
+            for rows in bounded.split(len(full)):
+                equal.append((full.argmax(dim=-1) == rows.argmax(dim=-1)).float().cpu())
+                kl.append(task.kl(full, rows).cpu())
+        shape = len(reference.logits), len(budgets)
+        return _Followed(torch.cat(equal).view(shape), torch.cat(kl).view(shape), drive.cache.memory())
+
+    def _score(self, equal: Sequence[Float[Tensor, "n _"]], kl: Sequence[Float[Tensor, "n _"]]) -> dict[str, Any]:
+        """Return the numbers of a result from the steps of each batch's rows."""
+        # the product of all steps so far is 1 until the first token that differs
+        firsts = torch.cat([steps.cumprod(dim=0).sum(dim=0) for steps in equal])
+        found = _score(torch.cat([e.flatten() for e in equal]), torch.cat([k.flatten() for k in kl]), self._steps())
+        return {**found, "first_difference": firsts.double().mean().item()}
 
     def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
         """Return the full cache's continuation of prompts, and the logits behind each of its tokens."""
