@@ -322,7 +322,7 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 
 def _names(given: object) -> tuple[str, ...] | None:
-    """Return the names in a list of functions that may be called; ``None`` if it has another form."""
+    """Return the names of the functions in the list ``tools`` of an object; ``None`` if the object has another form."""
     # what is no list counts as one of a wrong entry
     tools = given.get("tools") if isinstance(given, dict) else None
     found = []
