@@ -2,7 +2,7 @@
 
 An input line is ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` of its own if need be. All other
 fields are copied to the output line, beside the completion. Or it is a line of OpenAI's batch files, see
-`kvkeep.batch.input`, and is answered as one. Output lines come in any order, and each names the number of its
+`is_batch_line`, and is answered as one. Output lines come in any order, and each names the number of its
 input line. A line with a completion in the output is not run again, so a job that was stopped can be resumed.
 """
 
@@ -76,8 +76,8 @@ def read_openai_line(fields: Mapping[str, Any]) -> ParsedBody:
 def line(
     number: int, digest: str, custom_id: str | None, body: Mapping[str, Any], *, status: int = 200
 ) -> dict[str, Any]:
-    """Build a line of the batch output in OpenAI's format: ``body`` and ``status`` under ``response``, and a null
-    ``error``.
+    """Build a line of a job's output in OpenAI's format, for an answer or an error: ``body`` and ``status`` under
+    ``response``, and a null ``error``.
 
     Args:
         number: the number of the input's line.
@@ -109,7 +109,7 @@ def error_line(
 
 
 def is_error_line(fields: Mapping[str, Any]) -> bool:
-    """Return whether the fields are those of a line that `error_line` made."""
+    """Return whether the fields are those of a line that `error_line` made, with a status of 400 or 500."""
     if fields.keys() != {"id", "custom_id", "response", "error"} or origin(fields) is None:
         return False
     return isinstance(fields["response"], dict) and fields["response"].get("status_code") in (400, 500)
@@ -157,14 +157,15 @@ def request_of(
     *,
     chat: bool = False,
 ) -> Request:
-    """Build the request of an input line, after a check of its options. Its seed is the line's own, else the job's with
-    the line's number.
+    """Build the request of an input line, after a check of its options.
+
+    Random tokens are drawn by the line's own seed, else by the job's seed and the line's number.
 
     Args:
         number: the line's number in the file.
         prompt: token ids.
         options: the line's own options.
-        defaults: sampling options, where the line has none of its own.
+        defaults: sampling options, where the line has none of its own; their seed is the job's.
         pinned: spans of the prompt that are never evicted, beside the line's own.
         chat: whether the prompt is in the form of the chat template.
 
@@ -205,7 +206,7 @@ def _token(name: object) -> int:
 
 
 def check_place(fields: Mapping[str, object]) -> None:
-    """Refuse names of options among a line's other fields, where they would have no effect; do nothing without any.
+    """Refuse names of options among a line's other fields, where they would have no effect.
 
     Args:
         fields: the fields of a line but its prompt and its options.
@@ -403,8 +404,9 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
 def with_adapter(line: InputLine | BadLine, base: str, adapters: Sequence[str]) -> InputLine | BadLine:
     """Return a line whose requests run with the adapter that its model names; a `BadLine` is returned itself.
 
-    The line's model is ``base:NAME``. A line that names no model, or one that is neither, gets the only adapter if
-    there is one.
+    The line's model is ``base:NAME``. A line that names ``base`` gets no adapter. A line that names no model, or one
+    that is neither, gets the adapter if the job has just one, and otherwise none. A line whose model ends with a colon
+    and an unknown adapter becomes a `BadLine`.
 
     Args:
         line: the line.
@@ -509,7 +511,7 @@ def _batch_line(
 
 
 def digest(raw: bytes) -> str:
-    """Return a fingerprint of a line. White space around the line has no effect."""
+    """Return a fingerprint of a line. White space around the line, such as its line break, has no effect."""
     return hashlib.sha256(raw.strip()).hexdigest()[:32]
 
 

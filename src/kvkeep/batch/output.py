@@ -72,6 +72,10 @@ def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
     """Return what an output line of an earlier run names: the input line's number and fingerprint, and the job's
     settings, with format 1 where they name none.
 
+    Args:
+        raw: the output line.
+        name: the output's name, for errors.
+
     Raises:
         InputError: the line is no completion.
     """
@@ -159,7 +163,7 @@ class OutputFile:
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}
         self.texts: TokenTexts | None = None
-        self._own: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}  # this job's settings, which `agree` sets
         # a last line that was cut short, and where it begins
         self._torn: bytes = b""
         self._torn_at = 0
@@ -231,7 +235,7 @@ class OutputFile:
     @property
     def weight_layout(self) -> tuple[bool, bool] | None:
         """Return the weight layout that the file names, see `kvkeep.models.prepare.chosen`; ``None`` if unknown."""
-        said = self.made_by.get(LAYOUT)
+        said = self.made_by.get(LAYOUT)  # of any type: the file may have been edited
         if isinstance(said, list | tuple) and [type(flag) for flag in said] == [bool, bool]:
             return said[0], said[1]
         return None
@@ -311,7 +315,7 @@ class OutputFile:
         found = OutputFile(self._file, self.name)
         # lines that cannot be read back are not there
         with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
-            found._take_up(file)
+            found._take_up(file)  # a read that breaks off leaves the lines before it in `done`
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
 
     def _cut(self) -> None:

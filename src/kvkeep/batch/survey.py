@@ -125,13 +125,13 @@ class Pace:
 
     @property
     def reading_rate(self) -> float:
-        """Return the prompt tokens per second while prompts are read."""
-        return (self._read + self._in_part) / max(1e-9, self._reading_s)  # 0 before anything was read
+        """Return the prompt tokens per second of the time in which prompts are read; 0 before any was read."""
+        return (self._read + self._in_part) / max(1e-9, self._reading_s)  # no division by 0
 
     @property
     def writing_rate(self) -> float:
-        """Return the new tokens per second since the beginning, the time for prompts included."""
-        return self._written / max(1e-9, self._time - self._start)  # 0 before the first step
+        """Return the new tokens per second since the beginning, the time for prompts included; 0 before the first."""
+        return self._written / max(1e-9, self._time - self._start)  # no division by 0
 
     @property
     def seconds_to_read(self) -> float:
@@ -218,7 +218,7 @@ class Survey:
     _params: dict[int, str] = field(default_factory=dict)
 
     def add(self, line: InputLine | BadLine) -> BadLine | None:
-        """Add a line.
+        """Add a line to the survey. Call this with the lines in the order of the input.
 
         Return it as a `BadLine` if it cannot be run, or if an earlier line has its ``custom_id``; else ``None``.
         """
@@ -247,7 +247,7 @@ class Survey:
         Args:
             lines: all lines, read once more.
             failed: line number → reason, of lines that failed while they ran.
-            bad: whether lines that cannot be run are among them.
+            bad: whether lines that cannot be run have entries as well.
         """
         reasons = {**(self.bad if bad else {}), **failed}
         for number, raw in lines:
@@ -286,7 +286,7 @@ class Survey:
         return next(n for n, length in lengths if length == self.longest)
 
     def work(self, numbers: Iterable[int]) -> TokenCounts:
-        """Count the prompt tokens and the new tokens of the given lines."""
+        """Return the sums of the prompt tokens and of the new tokens of the given lines."""
         works = [self._shapes[number].work for number in numbers]
         return TokenCounts(sum(work.prompt for work in works), sum(work.new for work in works))
 
@@ -301,9 +301,13 @@ class Survey:
         return {shape.policy for shape in self._known if shape.policy is not None}
 
     def check(self, judge: Judge, numbers: Sequence[int]) -> dict[int, str]:
-        """Return the lines that an engine refuses, with the reasons.
+        """Return the lines that an engine refuses, line number → reason.
 
-        ``judge`` is asked once for all lines of a shape, and no line is read again.
+        No line is read again.
+
+        Args:
+            judge: says why the engine refuses requests of a shape; it is asked once for all shapes.
+            numbers: the lines that are checked.
         """
         shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
         verdicts = dict(zip(shapes, judge(shapes), strict=True))
@@ -317,7 +321,13 @@ class Survey:
 
 
 def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
-    """Return why an engine refuses a request of this shape, as part of a sentence; ``None`` if it accepts it."""
+    """Return why an engine refuses a request of this shape, as part of a sentence; ``None`` if it accepts it.
+
+    Args:
+        shape: the shape.
+        engine: the engine.
+        memory: the memory that every line follows; ``None``: there is none.
+    """
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
@@ -378,6 +388,8 @@ def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
 def remove_bad(path: Path, survey: Survey) -> None:
     """Remove an earlier job's file of lines without an answer, if all its lines can be run now; else leave it.
 
+    Another file, a link, and an empty file are left as well.
+
     Raises:
         InputError: another job writes to the file, or the file cannot be removed.
     """
@@ -412,7 +424,7 @@ def _free(path: Path) -> Iterator[None]:
 
 
 def foreign(path: Path) -> InputError:
-    """Return the error for an existing file, not kvkeep's, at the path for lines without an answer."""
+    """Return the error for a file at the path for lines without an answer that no job has written."""
     return InputError(
         f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
         "another output file."
@@ -420,13 +432,16 @@ def foreign(path: Path) -> InputError:
 
 
 def _are_entries(file: IO[bytes]) -> bool:
-    """Return whether a file has lines, and each is an entry of a line without an answer; read it to its end."""
+    """Return whether each line of a file is an entry of a line without an answer; ``False`` for an empty file.
+
+    The file is read to its end.
+    """
     found = [_entry_of(raw) is not None for raw in file]
     return bool(found) and all(found)
 
 
 def _entry_of(raw: bytes) -> dict[str, Any] | None:
-    """Parse an entry of a line without an answer; ``None`` if the text is no such entry."""
+    """Return an entry of a line without an answer, parsed; ``None`` if the text is no such entry."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

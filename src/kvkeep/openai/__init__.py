@@ -1,1 +1,4 @@
-"""OpenAI's formats: bodies of requests (`requests`) and of answers (`answers`), for batch files and the server."""
+"""OpenAI's formats, for batch files and the server.
+
+Bodies of requests (`requests`, `messages`), tools (`tools`), and bodies of answers (`responses`, `logprobs`).
+"""

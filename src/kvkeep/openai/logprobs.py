@@ -35,7 +35,15 @@ class ScoredTokens:
 
     @classmethod
     def of(cls, result: Result, texts: TokenTexts, *, special: bool = False, whole: bool = False) -> list[Scored]:
-        """Return the tokens of a finished answer; with ``whole`` also those that its text does not have."""
+        """Return the tokens of a finished answer with their log-probabilities.
+
+        Args:
+            result: the answer.
+            texts: decodes tokens.
+            special: whether the text has special tokens.
+            whole: whether the tokens that are no part of the text are returned as well: those of a stop text, and the
+                end token.
+        """
         scored = cls(texts, special=special)
         for entry in result.logprobs[: -1 if result.end_token and not whole else None]:
             scored.add(entry)
@@ -75,7 +83,7 @@ class ScoredTokens:
 
 
 def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the entries of a chat's tokens, each with the likeliest tokens in its place."""
+    """Return the entries of a chat's tokens in the form of the API, each with the likeliest tokens in its place."""
     return [
         {
             **_entry(token.text, token.bytes, scored.value),
@@ -86,7 +94,9 @@ def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]
 
 
 def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the entries of a response's tokens: a chat's, but with an empty list where a token adds no bytes."""
+    """Return the entries of the tokens of an answer of ``/v1/responses``: those of a chat, but with an empty list where
+    a token adds no bytes.
+    """
     found = content(tokens, texts)
     for entry in (part for token in found for part in (token, *token["top_logprobs"])):
         entry["bytes"] = entry["bytes"] or []
@@ -116,7 +126,9 @@ def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> 
 
 
 def _likeliest(token: TextToken, scored: Logprob, texts: TokenTexts) -> Iterator[tuple[int, str, bytes | None, float]]:
-    """Yield the id, text, bytes and log-probability of the likeliest tokens in the place of a token."""
+    """Yield the id, text, bytes and log-probability of the likeliest tokens in the place of a token; ``None`` for the
+    bytes of the token itself if it adds none.
+    """
     # the text drops a space at its start, so alternatives drop theirs
     at_start = token.bytes is not None and texts.bytes_of(scored.token_id) == b" " + token.bytes
     for other, value in scored.top:
@@ -153,7 +165,8 @@ _NEAR = 32
 
 
 def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -> dict[str, Any]:
-    """Return the log-probabilities of a completion that begins with its prompt.
+    """Return the log-probabilities of a completion that begins with its prompt, as `columns` does. Those of the first
+    token are ``None``.
 
     Args:
         prompt: the prompt's text.

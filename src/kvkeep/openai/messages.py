@@ -28,7 +28,7 @@ def decoded(raw: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the bytes are no UTF-8, or no strict JSON.
         RecursionError: lists and objects are nested too deeply.
-        InputError: the JSON is no object.
+        InputError: the JSON is no object, or holds a number that JSON or a float does not have.
     """
     # a byte order mark, which some editors write, is passed over
     fields = _DECODER.decode(raw.decode("utf-8-sig"))
@@ -40,7 +40,11 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    """Refuse ``NaN`` and ``Infinity``, which Python's parser would take."""
+    """Refuse ``NaN`` and ``Infinity``, which Python's parser would take.
+
+    Raises:
+        InputError: always.
+    """
     raise InputError(f"it holds {name}, which JSON does not have")
 
 
@@ -72,7 +76,10 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float, par
 
 
 def _depth(value: object) -> int:
-    """Return how many levels of lists and objects are nested in a value. The count uses no recursion."""
+    """Return how many levels of lists and objects are nested in a value; 0 for any other value.
+
+    The count uses no recursion, which a value that is nested deeply enough would exhaust.
+    """
     depth, level = 0, [value]
     while found := [part for part in level if isinstance(part, dict | list)]:
         level = [part for item in found for part in (item.values() if isinstance(item, dict) else item)]
@@ -244,7 +251,7 @@ class ParameterError(InputError):
 
 
 def short(value: object) -> str:
-    """Return a value as JSON text for an error message, cut to 60 characters."""
+    """Return a value as JSON text for an error message, cut to 60 characters, with "…" behind what was cut."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
@@ -336,12 +343,13 @@ def _older_call(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _calls(name: str, calls: object) -> list[dict[str, str]]:
-    """Check the tool calls of a message, and return each with its ``name``, ``arguments`` and ``id``.
+    """Check the tool calls of a message, and return each with its ``name``, its ``arguments`` as text, and its ``id``.
 
     Raises:
         ParameterError: a call has another form.
     """
     found = []
+    # what is no list is refused as one wrong call
     for place, call in enumerate(calls if isinstance(calls, list) else [None]):
         inner = call.get("function") if isinstance(call, dict) else None
         inner = inner if isinstance(inner, dict) else {}
@@ -388,13 +396,13 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             # a template that knows no tools takes no role of theirs
             found.append({"role": "user", "content": message["content"]} if is_result else message)
-        joins = is_result
+        joins = is_result  # what the user writes stays a message apart from results
     return found
 
 
 def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
-    """Return a message as chat templates take it: split into one message per call if the form has one call in an
-    answer.
+    """Return a message as the messages that chat templates take: several, one for each call, if the form has one call
+    in an answer.
     """
     if message["role"] == "tool":
         return [{**message, "tool_call_id": _short(message["tool_call_id"], form)}]

@@ -44,10 +44,11 @@ _KINDS_OF_FORM = {
 
 
 def form_of(given: Mapping[str, Any]) -> tuple[str | None, Structure | None]:
-    """Return the structure that a body asks its output to have, and the field that says so; ``None`` for free text.
+    """Return the name of the field that gives the output of a body a form, and this structure; two ``None`` for free
+    text.
 
     Raises:
-        ParameterError: the form cannot be read, or both fields name one.
+        ParameterError: the form cannot be read, or several fields name one.
     """
     found = {
         "response_format": format_of("response_format", given.get("response_format")),
@@ -290,7 +291,7 @@ def ignored(
     Args:
         given: the body.
         known: the fields that are read.
-        own: fields of kvkeep there.
+        own: the fields of kvkeep on this route, to whose names unknown ones are compared.
         generates: whether the body asks for new tokens, which the fields of other routes would change.
 
     Raises:
@@ -300,7 +301,7 @@ def ignored(
     for name, value in given.items():
         if name in known or name in LABELS:
             continue
-        if value is None or _asks_for_nothing(name, value):
+        if value is None or _asks_for_nothing(name, value):  # clients write all fields, with such values
             continue
         if name in _RENAMED:
             raise ParameterError(name, f"is not built; give {_RENAMED[name][0]} in place of it")
@@ -341,6 +342,7 @@ def _asks_for_nothing(name: str, value: object) -> bool:
     return value in ("", [], {}) or value in neutral  # an empty value asks for nothing, whatever the field
 
 
+# options of the engine that have the name of the body's field, and those that do not
 _SAME = (
     "temperature",
     "repetition_penalty",
@@ -408,7 +410,7 @@ class ParsedBody:
         return not self.options.get("skip_special_tokens", True)
 
     def truncated(self, ids: list[int], most: int | None) -> list[int]:
-        """Return the last tokens of a prompt, as many as the body asks for.
+        """Return the last tokens of a prompt, as many as the body asks for; all if it asks for none to be cut.
 
         Args:
             ids: the whole prompt.
@@ -421,7 +423,7 @@ class ParsedBody:
         return ids[-(room if self.truncate < 0 else self.truncate) :]
 
     def unread(self, reads: Callable[[str], bool]) -> tuple[str, ...]:
-        """Return the names of variables of the chat template that it does not read, with the field's name before each.
+        """Return the template variables of the body that the chat template does not read, each with its field's name.
 
         Args:
             reads: tells whether the template reads a variable.
@@ -493,8 +495,8 @@ def read(
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
-    """Return an option's error that names the body's parameter in place of the option: a `ParameterError` if the
-    message begins with one, else an `InputError`.
+    """Return an option's error in the words of a body, which may have other names for options: a `ParameterError` if
+    the message begins with a parameter, else an `InputError`.
     """
     text = str(error)
     for option, name in asked.spelling.items():
@@ -505,10 +507,13 @@ def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
 
 
 def _check(name: str, value: object, wanted: tuple[type, ...], honoured: Collection[str]) -> None:
-    """Check that a parameter has the right type.
+    """Check that a parameter has the right type, and that its value asks for nothing that nobody honours.
 
-    Refuse a parameter that kvkeep cannot honour, unless its value asks for nothing or the caller honours it
-    (``honoured``).
+    Args:
+        name: the parameter's name.
+        value: its value.
+        wanted: the types that it may have.
+        honoured: parameters that the caller of `read` honours itself, such as ``stream``.
 
     Raises:
         ParameterError: a check fails.
@@ -594,7 +599,7 @@ def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a prompt becomes tokens, without what is the route's default.
+    """Return how a prompt becomes tokens, as `ParsedBody.template` has it, without what is the route's default.
 
     vLLM takes two of the fields among the template's variables, too, where they come first.
 

@@ -24,7 +24,7 @@ def answer(
         name: makes the answer's id.
         created: seconds since 1970.
         model: the name of the model that has answered.
-        texts: decodes tokens, for log-probabilities.
+        texts: decodes tokens, for log-probabilities; ``None``: there are none, even if the body asks for them.
     """
     is_chat = asked.url == CHAT
     wanted = "logprobs" in asked.options
@@ -72,7 +72,7 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
     Args:
         asked: the body of the request.
-        name: the answer's name.
+        name: the answer's name, from which the ids of calls are made.
         index: the place of the text in the answer.
     """
     if asked.tools is None:

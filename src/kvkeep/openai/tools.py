@@ -129,7 +129,7 @@ class ToolCallParser:
 
 
 class _Object:
-    """Finds the end of a JSON object in pieces of text.
+    """Finds the end of a JSON object in pieces of text. The first character is the brace that opens the object.
 
     Attributes:
         ended: whether the end has been found.
@@ -172,6 +172,7 @@ def _begins(text: str, place: int, headers: Mapping[str, str]) -> str | None:
 
 
 MOST = 128
+"""Tools that a body may have."""
 _EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
 _CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name": "…"}} and a list of allowed_tools'
 _ALIKE = (
@@ -187,7 +188,7 @@ class Tools:
 
     Attributes:
         functions: their definitions, each with a ``name``.
-        choice: whether the model must call one.
+        choice: ``required``: the model must call one; ``auto``: it may.
         allowed: the names of those that it may call; ``None``: all.
         parallel: whether it may call several.
         use: how the model is told, and the form of its calls.
@@ -211,7 +212,9 @@ class Tools:
         return tuple({"type": "function", "function": _described(function)} for function in self.functions)
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return copies of the messages with a description of all tools at the end of the system message, or as one."""
+        """Return copies of the messages with a description of all tools at the end of the first message, if that is the
+        system's; otherwise in a system message before them.
+        """
         shown = (json.dumps(tool, ensure_ascii=False) for tool in self.described)
         text = self.use.form.words.format(tools="\n".join(shown))
         first, rest = messages[0], list(map(dict, messages[1:]))
@@ -224,7 +227,7 @@ class Tools:
 
         Args:
             content: the form of an answer without calls; ``None``: any text.
-            name: the field that gives this form.
+            name: the field that gives this form, for errors.
 
         Raises:
             ParameterError: calls cannot be told from an answer of that form.
@@ -281,7 +284,7 @@ class Tools:
 
 
 def _described(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model is told about a function: its name, description and parameters."""
+    """Return what a model is told about a function: its name, description and parameters, as far as it has them."""
     return {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
 
 
@@ -319,7 +322,7 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 
 def _names(given: object) -> tuple[str, ...] | None:
-    """Return the names in a list of functions that may be called; ``None`` if it has another form."""
+    """Return the names of the functions in the list ``tools`` of an object; ``None`` if the object has another form."""
     # what is no list counts as one of a wrong entry
     tools = given.get("tools") if isinstance(given, dict) else None
     found = []
@@ -371,6 +374,7 @@ def _function(place: str, tool: object) -> Mapping[str, Any]:
     try:
         # a schema of arguments that names no type is an object's
         schema = compact({"type": "object", **parameters}, lenient=not inner.get("strict"))
+        # the template writes these as they are, in a prompt that is UTF-8
         whole_text(f"{place}.function.parameters", json.dumps(parameters, ensure_ascii=False))
     except InputError as error:
         raise ParameterError(f"{place}.function.parameters", f"is refused: {error}") from error

@@ -48,7 +48,7 @@ def check_alive(ray: Any) -> None:
 
 @contextmanager
 def left(ray: Any) -> Iterator[None]:
-    """Leave the Ray cluster when the context ends, unless the cluster has gone away."""
+    """Leave the Ray cluster when the context ends. If the cluster has gone away, only keep Ray from trying to leave."""
     try:
         yield
     except LostClusterError:
@@ -64,7 +64,7 @@ def left(ray: Any) -> Iterator[None]:
 OBJECT_STORE = 128 * 2**20
 """Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
 PACKAGES = ("torch", "transformers")
-"""Packages whose version changes tokens in their last digits."""
+"""Packages whose version may change the last digits of what a model computes, and with them tokens."""
 # how Ray says why a worker has died
 _DETAIL = re.compile(r"Worker exit detail: (.+?)\.(?: |$)", re.DOTALL)
 _SETTINGS = 4  # the type of the frame with which both sides begin
@@ -163,7 +163,7 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
     try:
         ray.init(address=address, **options)
     except Exception as error:  # whatever Ray raises: another version of it, no cluster, a port of something else
-        ray.shutdown()
+        ray.shutdown()  # an attempt that has failed may have started processes
         where = "on this machine" if address in ("local", "auto") else f"at {address}"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"There is no cluster of Ray {where}: {reason:.300}") from error
@@ -231,7 +231,7 @@ def own_cpus(workers: int, threads: int | None) -> int:
 
 
 def share(nodes: Sequence[Node], workers: int) -> int:
-    """Return the most CPU cores that each of so many workers can have; 1 if the nodes have too few."""
+    """Return the most CPU cores that each of ``workers`` workers on these nodes can have; 1 if there are too few."""
     most = max((node.cpus for node in nodes), default=1)
     fits = (cpus for cpus in range(most, 1, -1) if sum(node.cpus // cpus for node in nodes) >= workers)
     return next(fits, 1)

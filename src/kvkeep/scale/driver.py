@@ -95,7 +95,7 @@ def running(
 ) -> Iterator[WorkerPool[F]]:
     """Join the cluster, start the workers, and yield their pool; end the workers with the context.
 
-    If the user has stopped the job before, the workers may not have begun.
+    If the user stops the job meanwhile, the pool is yielded although its workers may not have begun.
 
     Args:
         make: returns the workers' pool, once the cluster has been joined.
@@ -127,8 +127,9 @@ class Outcome:
     stopped: bool = False
 
     def take(self, answer: WorkResult, write: Write) -> None:
-        """Write a result, or store why a piece has none, or why the job has to end; of several refusals by workers the
-        first. The pool gives one answer for each piece.
+        """Write a piece's result with ``write``, or store why it has none or why the job has to end.
+
+        Of several refusals by workers, the first is kept. Call this once for each piece.
         """
         if answer.refused:
             self.refusal = self.refusal or str(answer.reason)
@@ -182,7 +183,7 @@ def run_pieces(
     outcome = Outcome()
 
     def take(answer: WorkResult) -> None:
-        if answer.whole is None and not answer.refused:
+        if answer.whole is None and not answer.refused:  # a refusal ends the job, and is told as its error
             on_failure(answer)
         outcome.take(answer, write)
 

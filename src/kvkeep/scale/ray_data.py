@@ -18,7 +18,7 @@ from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.remote_files import bare
 from kvkeep.scale.worker import Loop
 
-_READ = ("prompt", "messages", OPTIONS)
+_READ = ("prompt", "messages", OPTIONS)  # `_request` unpacks them in this order
 _TEXTS = ("text", "finish_reason", "error")
 _NUMBERS = ("prompt_tokens", "new_tokens")
 
@@ -118,7 +118,7 @@ class Stage:
         return batch.append_column(COMPLETION, pyarrow.array(answers, pyarrow.struct(list(kinds.items()))))
 
     def _begun(self, row: Mapping[str, Any]) -> Any:
-        """Queue a row's request, and return a future of its results; or the reason why the row cannot run, as text."""
+        """Queue a row's request, and return a future of its results; a text, the reason, if the row cannot run."""
         try:
             # number, fingerprint and fields are for output files, of which there is none
             line = InputLine(1, "", {}, _request(row, self._sampling, raw=self._raw))
@@ -148,7 +148,9 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
 
 
 def _sequence(*content: Any) -> int:
-    """Return the number that seeds the sampling of a row: 62 bits of a fingerprint of its content."""
+    """Return the number that seeds the sampling of a row: 62 bits of a fingerprint of its content, as numbers of
+    sequences are signed ones of 64 bits.
+    """
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 

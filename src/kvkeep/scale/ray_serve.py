@@ -160,7 +160,7 @@ def _staying(name: str) -> Callable[[], bool]:
     told = False
 
     def stays() -> bool:
-        """Return whether Ray Serve tells of the replica, or has not told of it yet."""
+        """Return ``False`` once Ray Serve, which has told of the replica before, tells of it no more."""
         nonlocal told
         here = name in ray_serve_replicas.of(str(handle.deployment_id))
         told = told or here
@@ -245,6 +245,7 @@ def application(
     )
     prefixes = shares_beginnings(engine)
 
+    # a builder, which is called in the process of the ingress: the router itself cannot travel
     def build() -> Any:
         return _door(own, prefixes=prefixes)
 
@@ -258,7 +259,9 @@ def application(
 
 
 def shares_beginnings(engine: Mapping[str, Any]) -> bool:
-    """Return whether replicas with these options of the engine keep beginnings of prompts, or conversations."""
+    """Return whether replicas with these options of the engine keep beginnings of prompts, or conversations, so that a
+    request is best sent to a replica that has read its beginning.
+    """
     chats = bool(engine.get("conversation_memory")) and engine.get("conversations") != "fresh"
     return bool(engine.get("prefix_memory")) or chats
 

@@ -31,6 +31,7 @@ class ReplicaFacts:
     pid: int
 
 
+# of the process: Ray Serve makes `ByName` itself, and hands nobody the object
 _KNOWN: dict[str, Mapping[str, int]] = {}
 
 
@@ -61,6 +62,6 @@ def by_free_rows(context: Any) -> tuple[int | float, dict[str, Any]]:
     """
     told = context.aggregated_metrics or {}
     rows, busy = (list(told.get(name, {}).values()) for name in ("rows", "busy"))
-    if not rows or not sum(rows):  # no replica has told yet
+    if not rows or not sum(rows):  # no replica has told yet, so their number stays
         return context.target_num_replicas, {}
-    return sum(busy) / FULL / (sum(rows) / len(rows)), {}
+    return sum(busy) / FULL / (sum(rows) / len(rows)), {}  # rows per replica: their mean

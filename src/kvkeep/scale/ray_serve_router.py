@@ -42,7 +42,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
         """Return the replica that the request names; all replicas if it names none, or one that is not there."""
         wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
-        return [named or candidate_replicas]
+        return [named or candidate_replicas]  # a list of lists: Ray Serve takes replicas of the first one if it can
 
 
 # How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
@@ -112,7 +112,8 @@ class RayReplicas:
     def _send(self, replica: str, method: str, *args: object, stream: bool = False) -> Any:
         """Call a method of a replica, and return the pending answer.
 
-        The call gets a context, and so an id, of its own.
+        The call gets a context, and so an id, of its own: Ray Serve gives all calls within one request the request's
+        id, and confuses those that are under way at once.
         """
         called = getattr(self._handle.options(multiplexed_model_id=replica, stream=stream), method)
         return contextvars.Context().run(called.remote, *args)

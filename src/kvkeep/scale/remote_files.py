@@ -40,7 +40,7 @@ def is_parquet(name: str) -> bool:
 
 
 def is_within(name: str, source: str) -> bool:
-    """Return whether a file is one that would be read from the folder that is the input."""
+    """Return whether a file, such as an output, would be read as a part of the input ``source`` if that is a folder."""
     return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
 
 
@@ -158,7 +158,7 @@ class Destination:
 
     Args:
         target: ``s3://…``, ``gs://…``, ``hdfs://…``, ``file://…``, or a Parquet file.
-        home: has the folder of a target that is an address; that of a Parquet file lies beside it.
+        home: the folder for the local folders of targets that are addresses; that of a Parquet file lies beside it.
 
     Attributes:
         path: the local file of completions.
@@ -261,6 +261,7 @@ class Destination:
         """
         while True:
             with self._explained(f"needs the folder {self._folder}, which cannot be written"):
+                # beside a Parquet file, a folder that is missing is a mistake of the user
                 self._folder.mkdir(parents=is_address(self.target), exist_ok=True)
                 try:
                     before, lock = self._folder.stat(), Lock(self._folder, self.target)
@@ -277,7 +278,7 @@ class Destination:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def _exists(self) -> bool:
-        """Return whether the output is there already, and refuse a folder in its place.
+        """Return whether there is an output at the destination already; refuse a folder in its place.
 
         Raises:
             InputError: it is a folder, or cannot be looked up.
@@ -308,6 +309,7 @@ class Destination:
 
     def _name(self) -> str:
         """Return a hash that names the destination of an address, however the address is spelled."""
+        # an address's query may name another server, such as the endpoint of S3
         place = str(Path(self._at).resolve()) if self._is_local else f"{self._at}?{urlsplit(self.target).query}"
         return hashlib.sha256(f"{self._system.type_name}:{place}".encode()).hexdigest()[:16]
 
@@ -345,7 +347,11 @@ class Destination:
 
 
 def as_parquet(path: Path) -> bytes:
-    """Return a job's output lines as a Parquet file, with fields as columns. Texts and dates stay texts.
+    """Return the bytes of a Parquet file with a job's output lines as rows and their fields as columns. Texts that look
+    like dates stay texts.
+
+    Args:
+        path: the output lines, as JSONL.
 
     Raises:
         ValueError: a field has values that are no column.

@@ -183,6 +183,7 @@ class Loop(threading.Thread):
                 self._give_up(error)
                 continue
             for event in events:
+                # requests of lines that were given up have no entry any more
                 if event.result is not None and event.id in self._running:
                     task, place = self._running.pop(event.id)
                     task.end(place, event.result)
@@ -222,10 +223,11 @@ class Loop(threading.Thread):
         self._running.clear()
 
 
+# at_once is more than `ahead` of any engine: Ray would let calls beyond it wait, and rows would stay empty
 LINES = WorkKind[EngineFacts](
     LineWorker, "line", at_once=4096, ahead=lambda facts: facts.rows + max(2, facts.rows // 2), patience_s=300.0
 )
-"""Batch jobs: a worker has a few lines more than rows, so that none is empty while an answer is on its way."""
+"""Batch jobs: a worker has half as many lines more than rows, so that no row is empty while an answer is on its way."""
 
 
 # A worker for evaluations and analyses: a process with a model, which runs the pieces that it is given one at a time.
@@ -298,7 +300,7 @@ class ModelWorker:
     def run(self, number: int, piece: Any) -> WorkResult:
         """Run a piece, and return its result.
 
-        Any error refuses the piece, and the job ends: it would occur in every worker.
+        Any error refuses the piece, and the job ends: the error would occur in every worker.
         """
         assert self._runner is not None
         try:
@@ -311,7 +313,7 @@ class ModelWorker:
 
 
 def _refusal(number: int, why: str) -> WorkResult:
-    """Return the result of a line that this node refuses, with the node's name."""
+    """Return the result of a piece that this worker refuses, with the name of its node in the reason."""
     return WorkResult(number, refused=True, reason=f"On {platform.node()}: {why}")
 
 

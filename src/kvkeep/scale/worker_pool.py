@@ -50,7 +50,7 @@ class WorkKind(Generic[F]):
         worker: the class of its workers. It is made from what makes a worker's tools, ``begin(layout)`` returns its
             facts or the message of an error, and ``run(number, piece, …)`` returns the answer of a piece.
         piece: a word for a piece.
-        at_once: the calls that a worker takes at once.
+        at_once: the calls that Ray lets a worker work on at once; further ones wait.
         ahead: the pieces that a worker with such facts has been handed at most.
         patience_s: seconds without an answer of a worker that has work, after which the user is told.
     """
@@ -152,13 +152,14 @@ class WorkerSlot:
     """A place for a worker.
 
     Attributes:
+        number: of the place, from 1.
         handle: the worker; ``None`` if nobody works here any more.
         starting: the `WorkerFacts`, to come; ``None`` once they are there.
         running: answer to come → piece.
         deaths: since its last answer.
         alone: whether its only piece is a suspect.
         facts: of its worker.
-        most_s: seconds of silence after which the user is told first.
+        most_s: seconds of silence after which the user is told first, see `WorkKind.patience_s`.
         heard: when it answered last, or began to work, in seconds of a clock.
         patience_s: seconds of silence after which the user is told next.
     """

@@ -63,6 +63,7 @@ def make_app(
         origins: origins of web pages that may call it.
         leases: the rights to hold sessions, where several servers share them.
     """
+    # what one knows of the other: the limit of the server, and the adapters of the engine
     served = replace(served, longest=settings.max_model_len)
     settings = replace(settings, adapters=served.engine.adapters)
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
@@ -114,7 +115,7 @@ def _add_info(app: FastAPI, info: InfoRoutes, metrics: Metrics) -> None:
     _add(app, "GET", "/health", info.health)
     _add(app, "GET", "/version", info.version)
     _add(app, "GET", "/v1/models", info.models)
-    _add(app, "GET", "/v1/models/{name:path}", info.model)
+    _add(app, "GET", "/v1/models/{name:path}", info.model)  # a path, as names of models have slashes
     _add(app, "POST", "/tokenize", info.tokenize, TokenizeBody)
     _add(app, "POST", "/detokenize", info.detokenize, DetokenizeBody)
     _add(app, "GET", "/tokenizer_info", info.tokenizer_info)

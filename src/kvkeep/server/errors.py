@@ -17,7 +17,7 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
-# words of the engine's messages, whose classes do not tell these cases from others
+# words of error messages, of the engine and of this server, whose classes do not tell these cases from others
 _TOO_LONG = ("has learned positions for", "This server takes")
 _BUSY = "wait to be compiled already"
 _LONGEST = 500
@@ -61,7 +61,10 @@ class GoneError(Exception):
 
 
 def refusal_of(error: KVKeepError) -> RefusalError:
-    """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400."""
+    """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400.
+
+    The refusal names the parameter with which the error's message begins, if it begins with one.
+    """
     text = str(error)
     # the name of a parameter or of a policy is written as it is
     sentence = text[:1].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
@@ -91,12 +94,18 @@ def in_words_of(form: str | None) -> Iterator[None]:
 
 
 def unknown(name: str, value: str, remedy: str) -> RefusalError:
-    """Return the refusal with status 404 for something that does not exist."""
+    """Return the refusal with status 404 for something that does not exist.
+
+    Args:
+        name: the kind of thing, such as ``session``, from which the error's code is made.
+        value: the name by which the client has asked for it.
+        remedy: a sentence that says what to do.
+    """
     return RefusalError(404, f"There is no {name} {value[:80]!r}. {remedy}", code=f"{name}_not_found".replace(" ", "_"))
 
 
 def parameter(name: str, reason: str) -> RefusalError:
-    """Return the refusal with status 400 for a bad parameter."""
+    """Return the refusal with status 400 for a bad parameter; ``reason`` goes on behind "the parameter NAME"."""
     return refusal_of(ParameterError(name, reason))
 
 

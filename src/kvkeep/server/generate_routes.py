@@ -82,7 +82,7 @@ class _Choice:
         return self._choice({"role": "assistant", "content": ""} if self._chat else text)
 
     def next(self, event: Event) -> list[dict[str, Any]]:
-        """Return the choices that an event adds, one for each chunk; an empty list if it completes no text.
+        """Return the choices that an event adds, each for a chunk of its own; none if the event completes no text.
 
         Log-probabilities of held-back text are sent with the next choice.
         """
@@ -99,7 +99,7 @@ class _Choice:
         return [*(self._choice(delta) for delta in first), self._choice(last, reason, self._ready(event))]
 
     def _deltas(self, event: Event) -> list[Any]:
-        """Return what an event adds: strings of text, or in a chat deltas with content and tool calls."""
+        """Return what an event adds: in a chat deltas with content and tool calls, else texts."""
         if self._calls is None:
             return [{"content": event.text} if self._chat else event.text] if event.text else []
         ended = () if event.result is None else self._calls.end()
@@ -135,7 +135,7 @@ class _UsageSoFar:
     """
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        # below 0, since the prompt of a turn comes under the number of its request
+        # keys below 0, as those of turns are the numbers of their requests
         self._prompts = {-place: len(ids) for place, ids in enumerate(parsed.prompts, 1)}
         self._is_turn, self._new = not parsed.prompts, 0
 
@@ -242,7 +242,7 @@ class GenerateRoutes:
         entry = await in_thread(lambda: sessions.find(owner, name, until))
         parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, session=entry.session))
         note_ignored(request, parsed.parameters.unread(self._served.reads))
-        streams = [entry.session.asend(parsed.requests[0])]
+        streams = [entry.session.asend(parsed.requests[0])]  # a turn has one request
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))
 
     async def completion(self, request: Request) -> Response:
@@ -280,7 +280,7 @@ class GenerateRoutes:
                 await after()
             told = {**self._whole(parsed, results), **await _memories(parsed, results, self._served)}
             return reply(told, headers=self._told(streams))
-        if parsed.echo and parsed.wants_logprobs:
+        if parsed.echo and parsed.wants_logprobs:  # those of the prompt come with the result alone
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
         chunks = answer_chunks(
             parsed,
@@ -297,7 +297,9 @@ class GenerateRoutes:
         return EventStream(request, ready, ping_s=settings.ping_s, write_s=settings.read_timeout_s, headers=told)
 
     def _told(self, streams: Sequence[AsyncEvents]) -> dict[str, str]:
-        """Return a header with the reason why requests were read anew whose clients have left out messages."""
+        """Return a header that says why a conversation was read anew though its client only left out messages; none if
+        no request was.
+        """
         numbers = [stream.number for stream in streams if stream.number is not None]
         why = next(filter(None, map(self._served.engine.read_anew, numbers)), "")
         return {READ_ANEW: why} if why else {}

@@ -119,6 +119,8 @@ class InfoRoutes:
     def _ids(self, body: TokenizeBody) -> tuple[list[int], tuple[str, ...]]:
         """Return the token ids of a body, and the names of its fields that have no effect.
 
+        An empty prompt has no tokens.
+
         Raises:
             InputError: there is not just one of prompt and messages.
             RefusalError: the prompt is white space.
@@ -134,7 +136,7 @@ class InfoRoutes:
             return ids, parsed.unread(self._served.reads)
         if not body.prompt:
             return [], ()
-        if body.add_special_tokens is False:
+        if body.add_special_tokens is False:  # not None, which stands for the default: true
             plain: list[int] = tokenization.encode_rest(self._served.checkpoint, body.prompt)[0].tolist()
             return plain, ()
         if not body.prompt.strip():

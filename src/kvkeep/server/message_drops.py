@@ -38,7 +38,7 @@ def message_drops(parameters: ParsedBody, body: Generating, served: MessageFinde
 
     Args:
         parameters: the parameters of the body.
-        body: a chat; others name no messages.
+        body: a chat; others name no messages, and get no options.
         served: finds the tokens of messages.
 
     Raises:
@@ -60,7 +60,13 @@ def message_drops(parameters: ParsedBody, body: Generating, served: MessageFinde
 
 
 def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: int, served: MessageFinder) -> Drops:
-    """Return the spans of the messages that are dropped after each other one.
+    """Return which spans of tokens are dropped, and after which tokens, for the messages that a body names.
+
+    Args:
+        parameters: the parameters of the body.
+        asked: index of a message → indexes of the messages that are dropped after it, as `_asked` returns them.
+        total: messages of the body.
+        served: finds the tokens of messages.
 
     Raises:
         KVKeepError: it is not known which tokens are their own.

@@ -32,7 +32,7 @@ class Refusals:
 
     Args:
         name: the model's name.
-        registry: of the counter; one of its own by default.
+        registry: of the counter; by default a new one, which only `text` shows.
     """
 
     def __init__(self, name: str, registry: CollectorRegistry | None = None) -> None:
@@ -73,12 +73,14 @@ class Metrics:
 
     def __init__(self, engine: Engine, name: str, sessions: OpenSessions) -> None:
         self._engine, self._name, self._sessions = engine, name, sessions
+        # its own, since in the process's registry two servers of one process could not have the same names
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Gauges(self._gauges, name))
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._new = self._counter("vllm:generation_tokens", "New tokens.")
         self._queries = self._counter("vllm:prefix_cache_queries", "Tokens of prompts.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Tokens of prompts that were not read again.")
+        # a counter with labels is shown only once it has been asked for with their values
         self._counter("vllm:num_preemptions", "Always 0: no request is preempted.").labels(name)
         labels = (_LABEL, "finished_reason")
         self._ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self._registry)
@@ -134,6 +136,7 @@ class Metrics:
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         """Yield the current metrics as name, meaning and value."""
         engine, rows = self._engine, max(1, self._engine.rows)  # a closed engine has none
+        # more may run than there are rows: sequences that take turns count as running, too
         running, waiting = engine.n_running, engine.n_waiting
         yield "vllm:num_requests_running", "Requests that have a row.", running
         yield "vllm:num_requests_waiting", "Requests that wait for a row.", waiting
@@ -148,11 +151,11 @@ class Metrics:
         yield "kvkeep_session_disk_bytes", "Bytes of the files of sessions.", on_disk
 
     def _counter(self, name: str, text: str) -> Counter:
-        """Register a counter of the model."""
+        """Register a counter with the model's name as its label, and return it."""
         return Counter(name, text, (_LABEL,), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        """Register a histogram of the model."""
+        """Register a histogram with the model's name as its label, and return it."""
         return Histogram(name, text, (_LABEL,), registry=self._registry, buckets=buckets)
 
 
@@ -160,7 +163,7 @@ class _Gauges(Collector):
     """Hands the numbers of the moment to a registry.
 
     Args:
-        read: returns them.
+        read: yields the name, the meaning and the value of each.
         model: the model's name.
     """
 

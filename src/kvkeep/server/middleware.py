@@ -58,6 +58,7 @@ class AuthMiddleware:
             nonlocal status
             status = message.get("status", status)
             self._name_ignored(message, scope)
+            # a refusal is over with its first message, as nothing runs for it
             if meter is not None and (status >= 400 or ends(message)):
                 meter.end()  # first, so that a client who has the answer may begin the next request
             await send(message)
@@ -87,8 +88,8 @@ class AuthMiddleware:
             _note(scope, owner, status, time.perf_counter() - start)
 
     def _check_source(self, scope: Scope, headers: Headers) -> None:
-        """Refuse a request that a foreign web page may have sent. A router has checked those that it sends on."""
-        if "meter" not in scope["state"]:
+        """Refuse a request that a foreign web page may have sent. One that a router sends on was checked there."""
+        if "meter" not in scope["state"]:  # `replay` puts one there for each request of a router
             self._settings.check_host(headers.get("host"), scope.get("server"))
             _check_page(scope, headers, self._origins)
 
@@ -107,10 +108,9 @@ class AuthMiddleware:
         message["headers"] = [*message["headers"], (IGNORED.lower().encode(), ", ".join(names).encode())]
 
     def _begun(self, scope: Scope, owner: str) -> Meter | None:
-        """Start counting a request against the limits of its key, and return its meter; ``None`` if the request does
-        not count here.
+        """Start counting a request that runs the model against the limits of its key, and return its meter.
 
-        Return ``None`` for other requests, and for one from a router, which has its own meter.
+        Return ``None`` for requests that run no model, and for one from a router, which has counted it itself.
 
         Raises:
             RefusalError: the key has used all that it may.

@@ -55,7 +55,7 @@ class ServedModel:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Return the number of characters of the longest token."""
+        """Return the number of characters of the longest token, by which `encode` refuses a text before reading it."""
         return max(map(len, self.checkpoint.tokenizer.get_vocab()))
 
     def encode(
@@ -67,7 +67,7 @@ class ServedModel:
         bounded: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt; a text and messages go through the chat template.
+        """Return the token ids of a prompt. A text and messages go through the chat template; token ids are checked.
 
         Args:
             prompt: a text, token ids, or messages.
@@ -84,10 +84,12 @@ class ServedModel:
         if isinstance(prompt, str):
             plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw, **(template or {}))[0].tolist()
             return plain
+        # a list has entries of one kind; the filters are for type checkers
         if isinstance(prompt[0], int):
             return self.known([token for token in prompt if isinstance(token, int)])
         messages = [message for message in prompt if isinstance(message, dict)]
         how = template or {}
+        # of these arguments a text knows only this one
         plain_text = self.checkpoint.tokenizer.chat_template is None and not how.keys() - {"add_special_tokens"}
         if plain_text and len(messages) == 1 and messages[0]["role"] == "user":
             # as everywhere in kvkeep, a text without a template
@@ -103,7 +105,7 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> Spans:
-        """Return the spans of a conversation's tokens that hold some of its messages.
+        """Return the spans of a conversation's tokens that hold some of its messages; none without a chat template.
 
         Args:
             prompt: messages; a text or token ids have no spans.
@@ -119,7 +121,7 @@ class ServedModel:
         given = dict(template or {})
         if not chosen or self.checkpoint.tokenizer.chat_template is None:
             return ()
-        if given.pop("add_special_tokens", False):
+        if given.pop("add_special_tokens", False):  # spans are found in what the template writes, where these are not
             raise InputError("add_special_tokens moves the tokens of messages, so these cannot be pinned by index.")
         variables = {**given.pop("chat_template_kwargs", {}), **given}
         if variables.pop("continue_final_message", False):  # the prompt then ends within a message, before any answer
@@ -210,8 +212,10 @@ class ServedModel:
         It takes as long as decoding all held tokens, so call it in a thread.
         """
         ids, heads = memory.token_ids, sum(len(layer) for layer in memory.positions)
+        # torch joins no empty list, and before its first turn a session has no layers
         held = torch.cat([layer.flatten() for layer in memory.positions] or [torch.empty(0, dtype=torch.long)])
         positions, counts = held[held >= 0].unique(return_counts=True)
+        # each behind the token that stood before it in the text: a token's text may depend on it
         texts = (
             self.token_texts.after(ids[position - 1] if position else None, ids[position])
             for position in positions.tolist()
@@ -261,6 +265,10 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
         checkpoint: its tokenizer has the chat template.
         name: the form, one of `TOOL_FORMS`, or ``auto``: the form in which the template writes calls, or else Hermes'.
 
+    Returns:
+        The form, with the token of its mark. It is one by template only if the template writes calls in this form and
+        tells the model of tools; otherwise the model is told in the form's own words.
+
     Raises:
         InputError: there is no such form.
     """
@@ -291,9 +299,10 @@ def _writes(form: ToolForm, text: str) -> bool:
 
 
 def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
-    """Return the id of the special token that marks a call in this form; ``None`` if no single token does, or it
-    occurs several times in an answer.
+    """Return the id of the special token that marks a call in this form; ``None`` if the mark is no special token, or
+    stands between two calls as well.
     """
+    # texts of answers do not show special tokens, and what stands between two calls is read from the text
     if form.next is not None and form.mark in form.next:
         return None
     added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})

@@ -43,7 +43,7 @@ class RateLimits:
     ) -> None:
         self._requests, self._tokens, self._clock = requests, tokens, clock
         self._active: defaultdict[str, int] = defaultdict(int)
-        self._spent: dict[str, tuple[float, float]] = {}
+        self._spent: dict[str, tuple[float, float]] = {}  # owner -> tokens that counted, and at which time
         self.refused: list[Callable[[RefusalError], object]] = []
 
     def begin(self, owner: str) -> Meter:
@@ -125,7 +125,7 @@ class Spending:
 
 
 def _all(result: Result) -> int:
-    """Return how many tokens a request has read and written, without those from a cache."""
+    """Return how many tokens a request has read and written, without those of its prompt that were not read again."""
     return result.prompt_tokens - result.cached_tokens + len(result.token_ids)
 
 

@@ -88,7 +88,7 @@ class Received:
             "query_string": self.query,
             "headers": list(self.headers),
             "client": self.client,
-            "server": None,
+            "server": None,  # the router has checked the host already, see `AuthMiddleware`
         }
 
 
@@ -189,8 +189,8 @@ class PlacementRequest:
     """What a request needs of its replica.
 
     Attributes:
-        held: the session or the answer that it goes on with.
-        fresh: the name of the session that it makes.
+        held: the kind and the name of the session or answer that it goes on with or asks about; ``None``: none.
+        fresh: the name of the session that it makes; ``None``: it makes none, or one with a random name.
         beginnings: fingerprints of the prompt's beginnings, the longest first.
         rows: rows that it takes.
     """
@@ -228,13 +228,14 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
-    """Return hashes of a prompt's prefixes in steps of 512 characters, the longest first.
+    """Return hashes of a prompt's beginnings in steps of 512 characters, the longest first; none for a shorter prompt.
 
-    Only prompts under the same policy and budget share memory.
+    The policy and the budget are part of each hash, since only prompts under the same ones share memory.
     """
     prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), "")
     text = prompt if isinstance(prompt, str) else _written(prompt)
     running, digests = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
+    # whole pieces alone: a shorter last one would end elsewhere in the next turn
     for start in range(0, min(len(text) - _PIECE + 1, _PIECE * _MOST_PIECES), _PIECE):
         running.update(text[start : start + _PIECE].encode("utf-8", "surrogatepass"))
         digests.append(running.copy().digest()[:16])
@@ -271,11 +272,11 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Any, str] = OrderedDict()
+        self._known: OrderedDict[Any, str] = OrderedDict()  # by a `Key`, or by the hash of a beginning
         self.busy: Counter[str] = Counter()
         self._makers: dict[Key, str] = {}
         self._making: Counter[Key] = Counter()
-        self._turn: dict[str, int] = {}
+        self._turn: dict[str, int] = {}  # replica -> when it was chosen last, by a count of choices
         self._count = itertools.count(1)
 
     def find(self, key: Key, here: Mapping[str, int]) -> str | None:

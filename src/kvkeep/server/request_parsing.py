@@ -31,7 +31,7 @@ _APART = 2**40
 """Choices of one prompt are drawn by numbers so far apart."""
 _FEW = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
-_HONOURED = ("stream", "stream_options", "echo")
+_HONOURED = ("stream", "stream_options", "echo")  # in the routes; for batch files `read` refuses them
 
 
 @runtime_checkable
@@ -158,11 +158,12 @@ def parse_request(
 
 
 def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, Any]:
-    """Return the options of a chat's request whose memory is kept, so that the next turn goes on from it.
+    """Return the options by which the memory of a chat's request is kept, so that the next turn goes on from it; none
+    if no session can keep it.
 
     Args:
         owner: the owner of the key; ``""``: nothing is kept.
-        user: of those behind the key.
+        user: whom of those behind the key the body names; ``None``: nobody.
         parameters: the parameters of its body.
     """
     if (name := conversation_name(owner)) is None:
@@ -174,7 +175,9 @@ def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, A
 
 
 def conversation_name(owner: str) -> str | None:
-    """Return a new name for the session that keeps a chat of an owner; ``None`` if no session can have such a name."""
+    """Return a new random name for the session that keeps a chat of an owner; ``None`` for the owner ``""``, and if no
+    session can have such a name.
+    """
     name = full_name(owner, f"{CONVERSATION}{secrets.token_hex(12)}")
     try:
         return check_name(name) if owner else None
@@ -183,7 +186,7 @@ def conversation_name(owner: str) -> str | None:
 
 
 def digest(word: str | None) -> str:
-    """Return a hash of a client's word, which may be long or a secret; an empty text for none."""
+    """Return a hash of a client's word, which may be long or a secret; an empty text for ``None`` and for ``""``."""
     return hashlib.sha256(word.encode("utf-8", "surrogatepass")).hexdigest()[:32] if word else ""
 
 
@@ -212,6 +215,7 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
     if parameters.truncate is not None:
         whole.append(TRUNCATE_PROMPT_TOKENS.name)
     if whole:
+        # the first by name: `keys` has no order of its own, and equal bodies get equal answers
         raise ParameterError(min(whole), "belongs to a whole conversation, and a session has its beginning already")
     wishes = {**own_options(body, ()), **_conversation(parameters)}
     if not before:  # the first turn is a whole conversation, whose messages have known places
@@ -247,6 +251,7 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
     """Return the sampling parameters that apply where a body says nothing: OpenAI's defaults, and a random seed."""
     most = settings.max_new_tokens if parameters.url == CHAT or parameters.unbounded else _FEW
+    # 62 bits, as a seed is less than 2**63
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
@@ -271,15 +276,19 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a body's fields of kvkeep's own (budget or ``keep_ratio``, pins, guard, ``keep_prompt``,
-    ``return_memory``) as options of a request. The policy is checked too.
+    """Return a body's fields of kvkeep's own (``keep_ratio`` as a budget, pins, guard, ``keep_prompt``,
+    ``return_memory``) as options of a request. The policy is checked, but is none of them.
+
+    Args:
+        body: the body.
+        ids: the prompt, of which ``keep_ratio`` is a share.
 
     Raises:
         KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
     """
     options: dict[str, Any] = {}
     if body.policy is not None:
-        check_policy(body.policy)
+        check_policy(body.policy)  # no option here: `openai.requests.read` has policy and budget already
     if body.keep_ratio is not None:
         if body.budget is not None:
             raise ParameterError("keep_ratio", "and budget both say how many tokens are kept; give one of them")

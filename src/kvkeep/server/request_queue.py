@@ -70,6 +70,7 @@ class RequestQueue:
             early: list[tuple[int, Event]] = []
             starts = [asyncio.ensure_future(_begin(index, stream, events)) for index, stream in enumerate(streams)]
             limit = self._settings.request_timeout_s
+            # as if it were a failure of the first request, which `_opened` raises
             timer = asyncio.get_running_loop().call_later(limit, events.put_nowait, (0, _late(limit)))
             try:
                 early = await self._started(streams, events)
@@ -120,8 +121,8 @@ class RequestQueue:
 
     @contextmanager
     def _admitted(self, count: int) -> Iterator[None]:
-        """Count requests as active inside the context, and measure how long they take; refuse them if the queue is
-        full.
+        """Count requests as active inside the context, and measure how long they take for the estimate in `_busy`;
+        refuse them if the queue is full.
 
         Raises:
             RefusalError: the queue is full, the requests are too many, or the server drains.
@@ -144,9 +145,9 @@ class RequestQueue:
             self._seconds += (time.monotonic() - start - self._seconds) / 8  # a mean in which the last ones count most
 
     def _busy(self, why: str) -> RefusalError:
-        """Return the refusal for a full queue, with an estimate of when to retry."""
+        """Return the refusal with status 429 for a full queue: ``why``, and an estimate of when to try again."""
         # requests in front of a new one leave in groups of as many as there are rows
-        turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)
+        turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)  # a closed engine has no rows
         wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
         message = f"{why} Try again in {wait} s."
         return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
@@ -160,6 +161,7 @@ class RequestQueue:
         """
         limit = time.monotonic() + self._settings.queue_timeout_s
         pause, first = _LOOK_S / 16, streams[0]  # doubled below, since most requests get a row at once
+        # a request without a number is not in the engine's queue yet
         while events.empty() and (first.number is None or self._engine.waits(first.number)):
             if time.monotonic() > limit:
                 raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
@@ -225,7 +227,7 @@ def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Even
 
 
 def _late(limit: float) -> RefusalError:
-    """Return the refusal for a request that ran longer than allowed."""
+    """Return the refusal for a request that took longer than ``limit`` seconds."""
     message = f"The request took longer than {limit:g} s and was cancelled. Ask for fewer tokens."
     return RefusalError(503, message, code="timeout")
 

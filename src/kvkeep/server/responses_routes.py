@@ -133,7 +133,8 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """Return the items of an input as chat messages. Calls of tools join the assistant's message before them.
+    """Return the items of an input as chat messages. Calls of tools join the assistant's message before them, and a
+    reasoning item the assistant's message behind it.
 
     Raises:
         InputError: there is no message, or an item is of an unknown form.
@@ -150,6 +151,7 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
         thoughts = ""
         if "tool_calls" in message and messages and messages[-1]["role"] == "assistant":
             calls = messages[-1].get("tool_calls", []) + message["tool_calls"]  # a chat has one message for one turn
+            # what both have stays the former's: its text, and the reasoning before it
             messages[-1] = {**message, **messages[-1], "tool_calls": calls}
         else:
             messages.append(message)
@@ -172,6 +174,10 @@ _CALL = '{"type": "function_call", "call_id": "…", "name": "…", "arguments":
 def _message(name: str, given: Any) -> dict[str, Any]:
     """Return one item of an input (a message, a tool call or its result) as a chat message.
 
+    Args:
+        name: names the item in errors.
+        given: the item.
+
     Raises:
         ParameterError: the item has another form.
     """
@@ -187,7 +193,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         )
     if kind == "message" and given.get("role") in _ROLES:
         content = given.get("content")
-        missing = content is None and given["role"] == "assistant"
+        missing = content is None and given["role"] == "assistant"  # of a turn that only called tools
         return {"role": given["role"], "content": _content(name, "" if missing else content, "content")}
     if kind is not None and kind not in _ITEMS:
         raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_ITEMS)}")
@@ -250,7 +256,14 @@ def _input_text(name: str, part: object) -> str:
 
 @dataclass
 class MessageItem:
-    """A message while it is written."""
+    """A message while it is written.
+
+    Attributes:
+        place: its index among the items of the answer.
+        text: its text so far.
+        logprobs: the tokens of this text with their log-probabilities, in the form of the API.
+        id: its id.
+    """
 
     place: int
     text: str = ""
@@ -291,7 +304,15 @@ class MessageItem:
 
 @dataclass
 class ToolCallItem:
-    """A call of a tool while it is written."""
+    """A call of a tool while it is written.
+
+    Attributes:
+        place: its index among the items of the answer.
+        name: of the function.
+        call_id: by which the client sends the result back.
+        text: its arguments so far, as JSON.
+        id: of the item.
+    """
 
     place: int
     name: str
@@ -334,7 +355,7 @@ def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str
 
 
 class ResponseStream:
-    """An answer while it is written.
+    """An answer while it is written: makes its events, and the whole response object.
 
     Args:
         name: its id.
@@ -365,7 +386,7 @@ class ResponseStream:
     def more(self, event: Event) -> Iterator[dict[str, Any]]:
         """Add a token, and yield the events of the text and tool calls that it completes.
 
-        An answer without any gets an empty message at its end.
+        With the last token, an answer without text and calls gets an empty message.
         """
         if self._scored and event.logprob and not (event.result and event.result.end_token):
             self._scored.add(event.logprob)
@@ -412,7 +433,7 @@ class ResponseStream:
         yield from map(self._numbered, item.begin())
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:
-        """Yield the events that close the last item and the answer."""
+        """Yield the events that close the last item and the answer. Call it once, after `more` had the last token."""
         yield from map(self._numbered, self._items[-1].end(_status(result)))
         kind = "response.completed" if result.finish_reason == "stop" else "response.incomplete"
         yield self._numbered({"type": kind, "response": self.body(result)})
@@ -471,7 +492,9 @@ class ResponseStream:
 
 
 def _status(result: Result) -> str:
-    """Return the status of a finished response."""
+    """Return the status of a finished response: ``completed``, or ``incomplete`` if it ended for its length or because
+    it repeated itself.
+    """
     return "completed" if result.finish_reason == "stop" else "incomplete"
 
 
@@ -489,10 +512,10 @@ class ResponsesRoutes:
 
     def __init__(self, served: ServedModel, queue: RequestQueue, settings: ServerSettings) -> None:
         self._served, self._queue, self._settings = served, queue, settings
-        self._stored = SessionTable(settings.max_responses)
+        self._stored = SessionTable(settings.max_responses)  # not of `SessionRegistry`: no client has named them
 
     def holds(self, owner: str, name: str) -> bool:
-        """Return whether an owner's answer is kept here."""
+        """Return whether the answer of an owner with this id is stored here."""
         return self._stored.holds(owner, name)
 
     async def respond(self, request: HttpRequest) -> Response:
@@ -510,6 +533,7 @@ class ResponsesRoutes:
         model = self._settings.model_name(adapter)
         answer = ResponseStream(f"resp_{name}", body, model, calls_of(parameters, name, 0), texts)
         chunks = self._chunks(request, session, turn, answer)
+        # the body was read as a chat's, where this field has another name
         with in_words_of({"response_format": "text.format"}.get(parameters.form or "", parameters.form)):
             ready = await unless_gone(request, begun(chunks))
         if not body.stream:
@@ -591,6 +615,7 @@ class ResponsesRoutes:
 
     async def _store(self, owner: str, answer: ResponseStream, session: Session, result: Result) -> None:
         """Store an answer and its session, and close the sessions of the oldest answers beyond the limit."""
+        # named by the id of the answer, by which a client goes on from it
         self._stored.add(owner, answer.name, ServerSession(answer.name, session, answer.body(result)))
         for dropped in self._stored.trim():
             await in_thread(dropped.session.close)

@@ -47,14 +47,14 @@ from kvkeep.server.sse import DONE, answer_to, ends, failed, owner_of, reply, un
 
 
 class Relay:
-    """Sends an answer on. Nothing is sent before the first piece of its body is there.
+    """Sends a replica's answer on to the client. Nothing is sent before the first piece of its body is there.
 
     Args:
         send: sends messages to the client.
         write_s: seconds in which the client must take a piece.
         named: whether events of a stream have names.
         begins: called with the status of an answer before anything of it is sent.
-        meter: is told of what the request uses.
+        meter: is told of what the request uses; ``None``: the request does not count.
 
     Attributes:
         begun: whether something was sent.
@@ -77,7 +77,7 @@ class Relay:
             unless: the name of the header; ``None``: pass every answer on.
 
         Raises:
-            GoneError: the client does not take what is sent.
+            GoneError: the client has gone, or does not take what is sent.
         """
         async for message in messages:
             self._count(message.pop(USED, None))
@@ -290,7 +290,7 @@ class Router:
                 if error.reached or tries == _TRIES:  # what it has done for the request cannot be known
                     raise
             await asyncio.sleep(_PAUSE_S)
-        if not relay.ended:
+        if not relay.ended:  # a replica that ends may also just stop sending
             raise LostError(replica)
 
     @asynccontextmanager
@@ -438,6 +438,7 @@ def make_router(
         origins: origins of web pages that may call it.
         prefixes: whether replicas keep common beginnings of prompts.
     """
+    # without documents of its own: requests for them go to a replica, like all others
     app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
     # as in make_app: the HTTP server tells app.state.queue that it drains
     app.state.queue = router = Router(replicas, settings, prefixes=prefixes)

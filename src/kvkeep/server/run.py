@@ -98,7 +98,7 @@ def _unix(path: str) -> socket.socket:
 
 
 def _answers(path: str) -> bool:
-    """Return whether a server listens on a unix socket."""
+    """Return whether a server listens on the unix socket at a path."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -153,13 +153,13 @@ class HttpServer(uvicorn.Server):
         protocol = type("Http", (_Http,), {"timeout_s": place.read_timeout_s})
         config = uvicorn.Config(
             app,
-            log_config=None,
+            log_config=None,  # the command that starts the server sets up logging
             http=protocol,
             ws="none",
             lifespan="on",
             proxy_headers=False,
             server_header=False,
-            access_log=False,
+            access_log=False,  # `AuthMiddleware` writes one
             timeout_graceful_shutdown=max(1, round(place.grace_s)),  # uvicorn takes whole seconds
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             ssl_certfile=place.tls_cert,
@@ -195,7 +195,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _Http(H11Protocol):
-    """A connection whose client must send the head of a request in time."""
+    """A connection whose client must send the head of a request in time. uvicorn limits only the time between two."""
 
     timeout_s = 30.0
     _timer: asyncio.TimerHandle | None = None

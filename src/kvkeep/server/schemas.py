@@ -91,10 +91,13 @@ Form = Annotated[str | bool | list[Any] | dict[str, Any] | None, Field()]
 
 
 Span = Annotated[list[int], Field(min_length=2, max_length=2)]
+"""The first position of some tokens, and the one behind their last."""
 
 
 def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
-    """Return a field for an optional number. The schema shows its range, which is checked where the number is used."""
+    """Return a field for an optional number. The schema shows its range, but does not check it: the code that uses the
+    number does, and names the remedy.
+    """
     limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
     return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
 
@@ -105,7 +108,12 @@ def _described(parameter: Parameter, description: str | None = None) -> Any:
 
 
 class Body(BaseModel):
-    """A body."""
+    """A body of a request.
+
+    Attributes:
+        own: its fields that are kvkeep's own: an unknown field with nearly such a name is refused as a mistake.
+        generates: whether it asks for new tokens: fields that would change them on another route are refused then.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
     own: ClassVar[tuple[str, ...]] = OWN
@@ -149,7 +157,7 @@ class Generating(Body):
         description="vLLM's: end a text that repeats a pattern, with the finish reason repetition; true: by a rule.",
     )
     n: int | None = _within(1, 128)
-    seed: int | None = _within(
+    seed: int | None = _within(  # numbers of 2**63 or more in size are refused, negative ones as well
         1 - 2**63, parameters.SEED.most, "The same seed draws the same tokens. -1 or none: another one each time."
     )
     stop: str | list[str] | None = None
@@ -202,6 +210,7 @@ class Templated(Body):
 class ChatBody(Templated, Generating):
     """The body of a chat."""
 
+    # in the OpenAPI document alone: a body without messages is refused in the words of `kvkeep.openai.messages`
     model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
     max_completion_tokens: int | None = _within(-1)
     logprobs: bool | None = None
@@ -290,6 +299,7 @@ class DropBody(Body):
 class PinBody(Body):
     """The body of a request that pins tokens of a session."""
 
+    # required in the OpenAPI document alone: the route refuses a body without pins, with an example
     model_config = ConfigDict(json_schema_extra={"required": ["pins"]})
     own: ClassVar[tuple[str, ...]] = ("pins",)
     pins: list[Span] | None = Field(None, description="Spans of positions that no head may drop from now on.")
@@ -343,7 +353,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
         request: the request.
         kind: the schema of the body.
         settings: the largest size, and the time.
-        empty: whether no body is the same as ``{}``.
+        empty: whether an empty body counts as ``{}``; otherwise it is refused.
 
     Raises:
         RefusalError: the body is too large, comes too slowly, is no JSON object, or does not follow the schema.
@@ -367,7 +377,7 @@ def note_ignored(request: Request, names: Sequence[str]) -> None:
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
-    """Read the body of a request, within the limits of size and time.
+    """Read the body of a request as bytes, within the limits of size and time.
 
     Raises:
         RefusalError: the body is too large, or comes too slowly.
@@ -414,7 +424,9 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """Return the refusal for the first error of a schema's validation. What may have several types has several."""
+    """Return the refusal for the first wrong field of a body. A field that may have several types has a reason for
+    each of them; the first four are named.
+    """
     mistakes = error.errors(include_url=False, include_context=False, include_input=False)
     name = _named(mistakes[0]["loc"])
     reasons = [
@@ -442,6 +454,7 @@ def check_policy(name: str) -> None:
     """
     if name.partition(":")[0] not in available():
         parse(name.partition(":")[0])  # raises, with the names that are alike
+        # white space around a name, which `parse` passes over
         raise PolicyError(f"There is no policy {name[:60]!r}.")
     policy = parse(name)
     for field in own_options(type(policy)):

@@ -89,7 +89,7 @@ class SharedFolder:
         try:
             root.mkdir(parents=True, exist_ok=True)
             # a: made if it is missing, and never cut
-            self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
+            self._file = open(root / _FILE, "a+b")  # noqa: SIM115  locks end with it: `close` closes it
             with ExitStack() as stack:
                 stack.callback(self._file.close)
                 # while this server lives, its folder stays; no session has a name with a slash
@@ -165,7 +165,7 @@ class SharedFolder:
         Raises:
             RefusalError: the file of locks was removed or replaced.
         """
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # a missing file is refused like another one
             if os.path.samestat(os.stat(self._root / _FILE), os.fstat(self._file.fileno())):
                 return
         raise RefusalError(
@@ -226,7 +226,7 @@ class SharedFolder:
                 self._clear(folder)
 
     def _folders(self) -> list[Path]:
-        """Return the folders of all servers, and the shared folder, where a single server leaves its files."""
+        """Return the shared folder, where a single server leaves its files, and the folders of all servers in it."""
         with os.scandir(self._root) as entries:
             return [self._root, *(self._root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))]
 

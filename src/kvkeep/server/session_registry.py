@@ -90,13 +90,16 @@ class ServerSession:
 
     @property
     def turns_to_rewind(self) -> int:
-        """Return how many last turns can be taken back. Taking back all turns at once is always possible."""
+        """Return how many last turns can be taken back one by one.
+
+        Taking back all turns at once is possible in any case; so is taking back the only one.
+        """
         return self.states.turns or int(self.answers == 1)
 
     def note(self) -> None:
-        """Remember the present memory as one that the session can go back to.
+        """Store the present memory in ``states`` as one that the session can go back to.
 
-        Append nothing without a turn, or if the memory cannot be read.
+        Store nothing before the first turn, or if the memory cannot be read.
         """
         if not self.session.token_ids:
             return
@@ -122,7 +125,7 @@ class ServerSession:
         raise RefusalError(400, message, param="turns")
 
     def rewind(self, turns: int) -> None:
-        """Take back the last turns, at least one turn remaining.
+        """Take back the last ``turns`` turns, but not all of them, which is up to the registry.
 
         Raises:
             RefusalError: the earlier turns are not kept.
@@ -175,7 +178,7 @@ class SessionTable:
         return list(self._entries)
 
     def holds(self, owner: str, name: str) -> bool:
-        """Return whether the table has this session."""
+        """Return whether the table has this session, without marking it as used."""
         return (owner, name) in self._entries
 
     def find(self, owner: str, name: str) -> ServerSession | None:
@@ -219,7 +222,7 @@ def _alone(method: Callable[Concatenate[SessionRegistry, _P], _T]) -> Callable[C
 
 
 class SessionRegistry:
-    """The sessions of a server. Its methods wait for the end of a step, so they belong into a thread.
+    """The sessions of a server that clients name. Its methods wait for the end of a step, so call them in a thread.
 
     Args:
         engine: the engine.
@@ -232,7 +235,7 @@ class SessionRegistry:
     """
 
     def __init__(self, engine: Engine, most: int, folder: str | None = None, leases: Leases | None = None) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # `SessionRoutes` holds it around the methods below, which take it as well
         self._engine, self._folder = engine, folder
         self._leases = leases or LocalLeases()
         self._open = SessionTable(most)
@@ -271,6 +274,7 @@ class SessionRegistry:
         settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins, "adapter": adapter}
         settings["keep_prompt"] = body.keep_prompt
         entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
+        # None: with all turns taken back, the session has read nothing
         entry.beginning, entry.states = settings, TurnStates(None)
         return entry
 
@@ -318,7 +322,7 @@ class SessionRegistry:
 
     @_alone
     def fork(self, owner: str, name: str, copy: str | None) -> ServerSession:
-        """Copy a session: the copy goes on from the last finished turn.
+        """Copy a session under the name ``copy``, or a random one: the copy goes on from the last finished turn.
 
         Raises:
             RefusalError: there is no such session, the name of the copy is taken, or too many are open.
@@ -364,7 +368,8 @@ class SessionRegistry:
 
     @_alone
     def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:
-        """Set which tokens of a session may not be evicted. The last state to go back to is replaced.
+        """Set which tokens of a session may not be evicted, in place of the pins before. The stored state after the
+        last turn gets them, too.
 
         Raises:
             RefusalError: there is no such session, or it has no turn yet.
@@ -381,7 +386,7 @@ class SessionRegistry:
 
     @_alone
     def drop(self, owner: str, name: str, body: DropBody) -> ServerSession:
-        """Let tokens of a session leave its memory. The last state to go back to is replaced; earlier ones have them.
+        """Let tokens of a session leave its memory, and the stored state after the last turn. Earlier states keep them.
 
         Raises:
             RefusalError: there is no such session, it has no turn yet, or a turn is running.
@@ -415,7 +420,7 @@ class SessionRegistry:
 
     @_alone
     def restore(self, owner: str, name: str) -> ServerSession:
-        """Go back to the state in which a session was saved last.
+        """Go back to the state in which a session was saved last. It is stored behind the states of earlier turns.
 
         Raises:
             RefusalError: there is no such session, or it was never saved.
@@ -489,7 +494,7 @@ class SessionRegistry:
                 other.states.drop_oldest()
 
     def _state_bytes(self) -> int:
-        """Return the bytes of all stored states. Those that forks share count once."""
+        """Return the bytes of all states of open sessions. Those that forks share count once."""
         states = {id(state): state for entry in self._open for state in entry.states}
         return sum(state.nbytes for state in states.values() if state is not None)
 
@@ -513,6 +518,7 @@ class SessionRegistry:
         """
         full = full_name(owner, name)
         try:
+            # the callers' options have types of all kinds, and the engine checks them
             made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
         except BaseException:
             # the caller has taken the lease for this session
@@ -576,9 +582,9 @@ _LOOK_S, _HANDOVER_AGAIN_S = 0.1, 10.0
 
 
 class Handover:
-    """Lets a server's idle sessions go while it takes no requests, in a thread.
+    """Closes a server's idle sessions while it takes no requests, in a thread, so that other servers can open them.
 
-    A server may still have answers to write then. Their sessions go when the answers end.
+    A server may still have answers to write then. Their sessions are closed when the answers end.
 
     Args:
         sessions: the sessions.

@@ -20,7 +20,7 @@ from kvkeep.server.sse import owner_of, reply
 
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """Return which positions a session's memory holds, see `ServedModel.shown`."""
+    """Return which positions a session's memory holds, in the form of the API, see `ServedModel.shown`."""
     session = entry.session
     ids = session.token_ids
     memory = HeldTokens.of(ids, session.snapshot().contents) if ids else HeldTokens()
@@ -109,10 +109,10 @@ class SessionRoutes:
         return self._sessions.find(owner_of(request), name(request), request.state.ended)
 
     async def _changed(self, work: Callable[[], ServerSession]) -> dict[str, Any]:
-        """Change a session in a thread, and return its description. If servers share the folder, write it to the
-        disk.
+        """Change a session in a thread by ``work``, and return its description. If servers share the folder, write it
+        to the disk.
 
-        The registry is locked meanwhile.
+        The registry is locked meanwhile, so that the description is that of this change.
         """
 
         def changed() -> dict[str, Any]:

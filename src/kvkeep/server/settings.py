@@ -58,7 +58,7 @@ def host_name(host: str) -> str:
 
 
 def owner_of(key: str) -> str:
-    """Return the owner's name for a key: a hash, from which the key cannot be read."""
+    """Return the owner's name for a key: a part of its hash, from which the key cannot be read."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -94,6 +94,7 @@ class ApiKeys:
         kind, _, given = (header or "").partition(" ")
         if kind.lower() != "bearer" or not given.strip():
             raise _refused("No API key was given. Send the header Authorization: Bearer KEY.")
+        # hashes are compared: they have one length, and `compare_digest` takes no texts beyond ASCII
         shown = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
         found = None  # no break below: the time must not tell which key is alike
         for key, owner in self.owners.items():
@@ -160,7 +161,7 @@ class ServerSettings:
         """Refuse a request whose ``Host`` header names another server (DNS rebinding).
 
         Args:
-            host: its ``Host`` header; programs of HTTP/1.0 send none.
+            host: its ``Host`` header; ``None``, which only programs of HTTP/1.0 send, is not refused.
             address: where the connection arrived.
 
         Raises:
@@ -183,11 +184,13 @@ class ServerSettings:
 
     @property
     def short_name(self) -> str:
-        """Return the last part of a model name that is a path: ``smollm2`` for ``/models/smollm2/``."""
+        """Return the last part of the model's name if that is a path: ``smollm2`` for ``/models/smollm2/``; else the
+        whole name.
+        """
         return self.name.replace("\\", "/").rstrip("/").rpartition("/")[2] or self.name
 
     def model_name(self, adapter: str | None) -> str:
-        """Return the name of the model with an adapter, by which clients ask for it."""
+        """Return the name by which clients ask for the model with an adapter; that of the model alone for ``None``."""
         return self.name if adapter is None else f"{self.name}:{adapter}"
 
     def adapter_of(self, model: str | None) -> str | None:
@@ -215,6 +218,10 @@ class ServerSettings:
 
     def check_adapter(self, model: str | None, adapter: str | None) -> None:
         """Refuse a model name that differs from the model of the conversation which the request continues.
+
+        Args:
+            model: the name in a body; ``None``, which is not refused: it names none.
+            adapter: the conversation's adapter; ``None``: the base model.
 
         Raises:
             RefusalError: the name is not that of the model with the conversation's adapter.

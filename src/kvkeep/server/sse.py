@@ -1,4 +1,4 @@
-"""Answers as JSON, and the end of work for clients that have gone."""
+"""Answers as JSON and as server-sent events, and the end of work for clients that have gone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        if task.done():  # first, as both may be: an answer that is there is not thrown away
             return task.result()
         raise GoneError
     finally:
@@ -182,6 +182,7 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(min(self._ping_s, self._write_s) / _LOOKS)
             waited = time.monotonic() - self._sent
+            # a send that waits for the client must not be joined by a comment, which would wait as well
             if self._sending and waited > self._write_s:
                 return
             if not self._sending and waited > self._ping_s:
@@ -213,8 +214,9 @@ def failed(refusal: RefusalError, *, named: bool) -> bytes:
 
 
 async def begun(chunks: Chunks) -> Chunks:
-    """Wait for the empty first chunk, and return the rest of the stream. A failure before it is raised here, so that
-    it still has a status.
+    """Wait for the empty first chunk, which says that a request has a row, and return the rest of the stream.
+
+    A failure before it is raised here, so that it still has a status.
     """
     try:
         await anext(chunks)
@@ -225,7 +227,7 @@ async def begun(chunks: Chunks) -> Chunks:
 
 
 async def followed(chunks: Chunks, after: After) -> Chunks:
-    """Yield the chunks, then await ``after``."""
+    """Yield the chunks, then await ``after``, unless the stream fails or is closed before its end."""
     try:
         async for chunk in chunks:
             yield chunk
@@ -243,7 +245,9 @@ def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
 
 
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:
-    """Return kvkeep's own numbers of an answer: tokens seen and kept, KV bytes, and mean lost attention."""
+    """Return kvkeep's own numbers of an answer: tokens seen, kept and dropped, and KV bytes, as sums over its texts,
+    and the mean share of attention that was lost.
+    """
     return {
         "kept_tokens": sum(min(result.budget, _seen(result) - result.dropped_tokens) for result in results),
         "seen_tokens": sum(map(_seen, results)),

@@ -61,6 +61,11 @@ class StateCopy:
 def take_state(layer: object, row: int, device: torch.device | None = None) -> StateCopy:
     """Copy one row out of a layer with a state.
 
+    Args:
+        layer: the layer.
+        row: the row's index.
+        device: where the copy shall be; by default the tensors' own.
+
     Raises:
         UnsupportedOperationError: the layer has tensors of a kind that kvkeep does not know.
     """
@@ -74,7 +79,8 @@ def take_state(layer: object, row: int, device: torch.device | None = None) -> S
 
 
 def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch.device) -> None:
-    """Overwrite one row of a layer with a copied state; tensors that the layer lacks are allocated for ``rows`` rows.
+    """Overwrite one row of a layer with a copied state; tensors that the layer lacks are allocated for ``rows`` rows on
+    ``device``, with zeros in the other rows.
 
     Raises:
         ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
@@ -86,7 +92,7 @@ def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch
         held = dict(_entries(layer, _TENSORS))[place]
         if not isinstance(held, Tensor):
             held = torch.zeros((rows, *tensor.shape), dtype=tensor.dtype, device=device)
-        elif held.is_inference():  # cannot be written outside of inference mode
+        elif held.is_inference():  # cannot be written outside of inference mode: a copy takes its place
             held = held.clone()
         held[row] = tensor
         _assign(layer, place, held)
@@ -212,7 +218,7 @@ class Contents:
         return Contents(tuple(layer.cut_back(tokens) for layer in self.layers))
 
     def without(self, dropped: Spans) -> Contents:
-        """Return the memory as it is once the tokens at some positions are evicted from all layers and heads.
+        """Return the memory as it is once the tokens at ``dropped`` positions are evicted from all layers and heads.
 
         Raises:
             UnsupportedOperationError: a layer has a state that all tokens have gone into.
@@ -360,6 +366,7 @@ def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> N
     if not parts:
         return
     whole, pins = parts[0].whole, copies[0].pins
+    # a table of pins that had to grow is another tensor, and the parts hold the old one
     if (pins or whole.pins is not None) and pin_row(whole, row, pins):
         for part in parts:
             part.renew()
@@ -388,7 +395,7 @@ def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[P
 
 def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
     """Return the budgets of all heads of all layers, layer by layer."""
-    heads = blocks[0].lost.shape[1]
+    heads = blocks[0].lost.shape[1]  # one number for each head, whatever its slots
     return [number for each in by_head([copy.budget for copy in copies], heads) for number in each]
 
 
@@ -402,7 +409,7 @@ def whole(contents: Contents, heads: Heads) -> Contents:
     """Gather the contents of a row from all processes, so that they have all heads.
 
     Args:
-        contents: the memory.
+        contents: the memory of this process's heads.
         heads: which heads this process holds.
     """
     if heads.ranks == 1:
@@ -452,7 +459,9 @@ def _mine(copy: RowCopy, heads: Heads) -> RowCopy:
 
 
 def _long(x: Tensor, copy: RowCopy, name: str, used: int) -> Tensor:
-    """Pad a tensor to the number of slots that the fullest process uses."""
+    """Return a tensor of a row, padded to ``used`` slots if it has slots: those of the fullest process, since only
+    tensors of one shape can be gathered.
+    """
     if name not in copy.cut or used == copy.used:
         return x
     return torch.cat([x, x.new_zeros((len(x), used - copy.used, *x.shape[2:]))], dim=1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.snapshot.snapshot import Snapshot
 
 _NOTE = "fidelity"
-"""The entry of a snapshot's note."""
+"""The entry of a snapshot's note that holds its fidelity."""
 
 
 @dataclass(frozen=True)

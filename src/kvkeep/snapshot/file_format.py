@@ -75,8 +75,11 @@ CUT = ("store.keys", "store.values", "store.positions", *SCALES)
 
 
 def is_cut(name: str, whole: Collection[str] = ()) -> bool:
-    """Return whether a tensor of a layer has one entry per slot. ``whole`` names the states that a head has only
-    once.
+    """Return whether a tensor of a layer has one entry per slot.
+
+    Args:
+        name: the tensor's name within the layer.
+        whole: names of the policy's state that each head has once, whatever its slots.
     """
     return name in CUT or (name.startswith("state.") and name not in whole)
 
@@ -224,20 +227,22 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
 
 
 def read_into(file: IO[bytes], start: int, room: memoryview) -> None:
-    """Fill a room with the bytes of a file from ``start`` on.
+    """Fill ``room``, all of it, with the bytes of a file from ``start`` on.
 
     Raises:
         NotASnapshotError: the file has become shorter.
     """
     file.seek(start)
     while len(room):
-        n = file.readinto(room)  # type: ignore[attr-defined]
+        n = file.readinto(room)  # type: ignore[attr-defined]  # typing's IO has no such method, all binary files do
         check(bool(n), "it became shorter while it was read")
         room = room[n:]
 
 
 def check(holds: bool, why: str) -> None:
     """Raise `NotASnapshotError` with the reason ``why`` unless ``holds`` is true.
+
+    Type checkers do not see what it rules out, so that an ``assert`` often tells them again.
 
     Raises:
         NotASnapshotError: the condition does not hold.
@@ -300,6 +305,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     if version == 1 and type(version) is int:
         _check_shares(found, about)
         version = FORMAT
+    # parts that earlier versions of kvkeep did not write, or that are left out where there is none
     found = {"head_budget": None, "kv_bits": None, "adapter": None, **found, "version": version}
     names = {field.name for field in dataclasses.fields(Fingerprint)}
     check(found.keys() == names and version == FORMAT, "its fingerprint does not have the parts of this format")
@@ -319,6 +325,8 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
 def _check_shares(fingerprint: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Refuse a file of the first format whose layers with sliding windows had other shares of a budget than today.
 
+    Only a layer budget of the kind ``sliding`` gives layers with windows shares of their own.
+
     That is so where a window is smaller than the budget: such a layer used less than the budget in full, so all layers
     together have fewer slots than with equal budgets.
 
@@ -333,7 +341,7 @@ def _check_shares(fingerprint: Mapping[str, Any], about: Mapping[str, Any]) -> N
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Return whether a value has the declared type of a field of `Fingerprint`, and is not too long."""
+    """Return whether a value has ``kind``, the declared type of a field of `Fingerprint`, and is not too long."""
     if isinstance(value, tuple):
         weights = all(isinstance(weight, float | int) and not isinstance(weight, bool) for weight in value)
         return weights and len(value) <= _MOST_LAYERS and kind == str | tuple[float, ...]
@@ -357,6 +365,10 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
 
 def _layer(found: object, shown: str) -> LayerDescription:
     """Return the checked description of one layer.
+
+    Args:
+        found: the layer's entry in the header.
+        shown: names the layer in errors.
 
     Raises:
         NotASnapshotError: the description is wrong.
@@ -416,7 +428,7 @@ def _is_flag(found: object) -> bool:
 
 
 def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
-    """Return a value after checking that it is an integer in a range. ``shown`` names it in the error.
+    """Return a value after checking that it is an integer from ``least`` to ``most``. ``shown`` names it in the error.
 
     Raises:
         NotASnapshotError: the value is no such integer.
@@ -433,9 +445,10 @@ _NUMBERS = {8: "int8", 4: "uint8"}
 """The dtype of a vector's codes by number of bits."""
 
 KEY_EXPONENTS, KEY_NORMALS = f"store.{EXPONENTS}", f"store.{NORMALS}"
+"""Tensors of a layer whose keys have codes of 4 bits, see `kvkeep.kv_bits`: how they were transformed before."""
 
 _EXPANSION, _SLACK = 256, 2**20
-"""A file may describe slots of at most so many times its own bytes, or this many more."""
+"""A file may describe slots of at most so many times its own bytes, and this many bytes more."""
 
 
 @dataclass(frozen=True)
@@ -541,7 +554,8 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
 
 
 def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
-    """Refuse keys and values that do not have the dtype of the fingerprint, or lack the scales of quantized ones.
+    """Refuse keys and values that do not have the dtype of the fingerprint, or that are quantized and lack their scales
+    or transforms.
 
     Raises:
         NotASnapshotError: there is such a tensor.

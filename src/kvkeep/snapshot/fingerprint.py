@@ -121,7 +121,7 @@ class Fingerprint:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all parts as plain data, for a file."""
+        """Return all parts as plain data, for a file; without ``adapter`` if there is none."""
         found = asdict(self)
         return found if self.adapter is not None else {name: part for name, part in found.items() if name != "adapter"}
 
@@ -145,7 +145,7 @@ def hash_of_config(config: Any) -> str:
 
 
 def name_of_config(config: Any) -> str:
-    """Return a readable name for a model: its name on the hub, the name of its folder, or its model type."""
+    """Return a readable name for a model: its name on the hub, the name of its folder, or else its model type."""
     name = str(getattr(config, "name_or_path", "") or "").replace("\\", "/").rstrip("/")
     # a folder: names on the hub have one slash
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -154,7 +154,9 @@ def name_of_config(config: Any) -> str:
 
 
 def rule(layer_budget: str | Sequence[float]) -> str | tuple[float, ...]:
-    """Return a layer budget rule in a form that can be compared: its name, or a tuple of weights."""
+    """Return a layer budget rule in the form in which `Fingerprint` compares it: its name, or its weights as a tuple of
+    floats.
+    """
     return layer_budget if isinstance(layer_budget, str) else tuple(map(float, layer_budget))
 
 
@@ -178,7 +180,9 @@ def policy_named(policy: str) -> Policy:
 
 
 def name_of_policy(policy: Policy) -> str:
-    """Return a policy's string. For a registered policy, `parse` turns it into an equal one."""
+    """Return a policy's string. For a registered policy, `kvkeep.policies.registry.parse` makes an equal one of it; the
+    string of any other is for people.
+    """
     from kvkeep.policies.registry import spec  # imports torch
 
     try:

@@ -76,7 +76,7 @@ class HeldPositions:
     def layer_bytes(self) -> list[int]:
         """Return the bytes of each layer's row in memory, with empty slots, counters and a table of positions."""
         return [
-            layer.heads * layer.used * _POSITION
+            layer.heads * layer.used * _POSITION  # of `RowCopy.positions`, a copy of the store's
             + _COUNTER * len(layer.numbers)
             + sum(
                 layer.heads * layer.used * entry.slot_bytes if is_cut(name, layer.whole) else entry.stop - entry.start
@@ -89,7 +89,14 @@ class HeldPositions:
 
 @contextmanager
 def explained(source: Path) -> Iterator[None]:
-    """Raise a `SnapshotError` for a file that cannot be read, or is no snapshot."""
+    """Raise a `SnapshotError` that names the file if the body finds that it cannot be read, or is no snapshot.
+
+    Args:
+        source: the file's path.
+
+    Raises:
+        SnapshotError: see above.
+    """
     try:
         yield
     except NotASnapshotError as error:
@@ -140,7 +147,11 @@ def in_slots(
 
 
 def _read(file: IO[bytes], found: Described, entry: TensorEntry) -> NDArray[Any]:
-    """Read one tensor of integers from its place in a file."""
+    """Read one tensor of integers from its place in a file.
+
+    Raises:
+        NotASnapshotError: the file has become shorter.
+    """
     content = bytearray(entry.stop - entry.start)
     read_into(file, found.header.start + entry.start, memoryview(content))
     return np.frombuffer(content, dtype=np.dtype(entry.dtype.name).newbyteorder("<")).reshape(entry.shape)

@@ -115,7 +115,8 @@ class Snapshot:
     def positions(self, layer: int = 0) -> Int[Tensor, "Hk used"]:
         """Return the true positions of the tokens that a layer holds, -1 = empty.
 
-        Layers without slots are not counted.
+        Args:
+            layer: the layer's number among those with slots.
         """
         return self.contents.layers[layer].positions
 
@@ -194,7 +195,7 @@ class FileParts(NamedTuple):
 
 
 _ROUNDED = 1e-4
-"""By how much the square of a normal may miss 2."""
+"""By how much the square of a normal may miss 2, through rounding; 0 stands for no reflection."""
 
 
 def load(path: str | os.PathLike[str]) -> FileParts:
@@ -209,7 +210,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
 
 
 def _read(file: IO[bytes], size: int) -> FileParts:
-    """Read an open file's parts, checking each number before it is used."""
+    """Read the parts of an open file of ``size`` bytes, checking each number before it is used."""
     found = read_described(file, size)
     header, tokens = found.header, found.header.entries.get(TOKENS)
 
@@ -272,11 +273,17 @@ def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
 def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
     """Read one tensor from its place in a file.
 
+    Args:
+        file: open for reading.
+        start: where the file's tensors begin.
+        entry: the tensor.
+
     Raises:
         NotASnapshotError: the file has become shorter.
     """
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
     if tensor.numel():
+        # as bytes, since numpy has no bfloat16; its type stubs let arrays be buffers only from Python 3.12 on
         read_into(file, start + entry.start, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return tensor
 
@@ -284,7 +291,7 @@ def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
 # Snapshots written to files: whole or not at all.
 
 _OLD_S = 3600.0
-"""Temporary files of this age were left behind by a process that was killed."""
+"""Seconds. Temporary files of this age were left behind by a process that was killed: no write takes as long."""
 
 
 def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
