@@ -176,7 +176,7 @@ class LayerTape:
         assert self.held is not None
         first = self.length - self.held.shape[2]
         now, columns = self._positions(first)
-        held = self.held | (now[0, :, None] == columns)
+        held = self.held | (now[0, :, None] == columns)  # positions have one row, which all texts share
         return self._softmax(first, held & reference.visible(now, columns[None], self.options.window))
 
     def feed(self, layer: Stepper, start: int, stop: int) -> None:

@@ -122,6 +122,7 @@ def for_prompt(
         view = replace(view, output=output)
     if not policy.asks:
         return view
+    # a policy turns queries to other positions itself; those of padding are turned too, and nobody looks at them
     plain = query if view.rotation is None or not view.turned else view.rotation.undo(query, positions[:, None])
     return replace(view, queries=Queries(plain, positions))
 
@@ -309,7 +310,7 @@ class Layer:
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """Return an empty block for keys and values like these. The layer does not use it yet."""
         block = self.plan.block(keys, values, budgets=self.budgets, heads=self.heads, together=self._together)
-        block.transform_keys(self.key_transform, slice(None))
+        block.transform_keys(self.key_transform, slice(None))  # all rows: keys to come are coded by it
         return block
 
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:

@@ -291,6 +291,7 @@ def document(  # noqa: PLR0913  each decides about the text
 def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
     """Return for each owner a fact that a thing of some material belongs to that owner."""
     owners = sorted({fact.owner for fact in facts})
+    # the only style with hops has the held-out words, so that no link is one that the embedded model was trained on
     pairs = rng.sample(list(product(HELD_OUT.materials, HELD_OUT.things)), len(owners))
     return [Fact(HELD_OUT.kind("owner"), *pair, owner) for pair, owner in zip(pairs, owners, strict=True)]
 
@@ -304,6 +305,7 @@ def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
 def _facts(rng: random.Random, n: int, first_kind: int, look: Style) -> list[Fact]:
     """Draw facts with distinct keys, of the kinds in turn, then shuffled."""
     lexicon = look.lexicon
+    # with hops, `_links` say what belongs to an owner, and say it of each owner once
     kinds = [kind.name for kind in lexicon.kinds if kind.name != "owner" or not look.hops]
     free, facts = _keys(rng, n, lexicon, kinds), []
     for number in range(n):
