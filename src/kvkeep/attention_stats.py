@@ -124,8 +124,8 @@ class Mass(Statistic):
         return selected * self.decay ** (last - queries).clamp(min=0)
 
     def _transformed(self, rows: ProbabilityRows) -> Float[Tensor, "B Hk G T S"]:
-        """Return probabilities after noise and gain, normalised again: ``p**gain / sum(p**gain)`` over the visible
-        keys.
+        """Return probabilities times the noise's factors, to the power of ``gain``, normalised over the visible keys;
+        as they are if there is no noise and the gain is 1.
         """
         p = rows.probabilities
         if self.noise is None and isinstance(self.gain, float) and self.gain == 1.0:

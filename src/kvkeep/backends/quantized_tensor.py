@@ -310,7 +310,9 @@ def _block_bytes(columns: int, bits: int, group: int) -> int:
 
 
 def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:
-    """Return a power of two for each row, by which its scales and minimums are divided to fit float16."""
+    """Return a power of two for each row. Divided by it, the largest of the row's scales and minimums lies just below
+    2**15: float16 neither overflows nor loses digits.
+    """
     _, exponents = torch.frexp(numbers.abs().amax(dim=(1, 2)))
     factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - _LARGEST_HALF)
     return factors.clamp_min(torch.finfo(torch.float32).tiny)  # else 0 for a row of subnormal numbers

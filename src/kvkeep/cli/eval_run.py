@@ -475,7 +475,9 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) ->
 
 
 def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]:
-    """Return the pool of workers, which have not been started yet. The cluster must have been joined."""
+    """Return a pool of workers, not started yet, after checking that the Ray cluster has room for them. The cluster
+    must have been joined.
+    """
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
     )

@@ -413,7 +413,9 @@ def together(batch: BatchOptions) -> BatchOptions:
 
 
 def tell(output: OutputFile) -> None:
-    """Send all processes the lines done before, which the first process has read in the output."""
+    """Give ``output`` in all processes the lines that are done, and what made them, as the first process has read them
+    in the file.
+    """
     done, output.made_by = distributed.told([list(output.done.items()), output.made_by])
     output.done = dict(done)
 

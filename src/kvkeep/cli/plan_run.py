@@ -320,7 +320,9 @@ def _speed(made: Plan, cost: Cost, rows: int) -> str:
 
 
 def _describe_cost(made: Plan, cost: Cost) -> dict[str, object]:
-    """Return a cache's costs as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
+    """Return a cache's costs as plain data: bytes of a row and of working memory, the most rows that fit, then peaks
+    and speeds of some numbers of rows.
+    """
     most = None if made.memory is None else most_rows(made, cost)
     return {
         "row_bytes": cost.row_bytes,

@@ -60,7 +60,9 @@ def places(axes: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the axes of a policy's head states, by their names in a shared block (see `places`)."""
+    """Return a policy's head states under their names in a shared block, see `places`: ``{"query": "D"}`` becomes
+    ``{"D#0": "D"}``. The axes stay.
+    """
     return {place: axes[name] for name, place in places(axes).items()}
 
 

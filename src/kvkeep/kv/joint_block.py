@@ -148,7 +148,7 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
         rows: which rows of the parts.
 
     Raises:
-        ShapeError: a row has fewer slots than the heads' budgets need.
+        ShapeError: a row has fewer slots than the heads' budgets need, with one more for each head.
     """
     sizes, store = numbers + 1, store_of(parts[0])  # + 1: see `Block`; the entries are those of all layers
     if bool((sizes.sum(dim=1) >= store.entries.shape[1]).any()):  # the last entry belongs to no head

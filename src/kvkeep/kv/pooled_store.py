@@ -458,7 +458,7 @@ class OpenedPool(Store):
         return side_by_side(numbers, self.index)
 
     def put_back(self, numbers: Float[Tensor, "B P"], held: Float[Tensor, "B Hk capacity"]) -> None:
-        """Write the slots' numbers in ``held`` into the numbers of the pool's entries."""
+        """Write ``held``, a number for each slot, into ``numbers``, one for each entry of the pool, in place."""
         put_back(numbers, self.index, held)
 
     def close(self) -> None:

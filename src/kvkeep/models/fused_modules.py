@@ -406,8 +406,8 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
 
 
 def fuse_head(model: Any) -> None:
-    """Turn the fused layer that computes a model's logits into a `FusedHead`, in place; in a model that is no longer in
-    half precision back into a `FusedLinear`, which can be packed.
+    """Change the class of the fused layer that computes a model's logits, in place, to fit its dtype: `FusedHead` in
+    half precision, else `FusedLinear`, which can be packed. Other layers stay as they are.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, FusedLinear | FusedHead):

@@ -106,7 +106,7 @@ def load(
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
-    """Read configuration and tokenizer, and refuse a model that kvkeep cannot run.
+    """Read configuration and tokenizer, and refuse a model that kvkeep cannot run, which an empty copy tells.
 
     Args:
         name_or_path: a hub name, a local folder, or a GGUF file.

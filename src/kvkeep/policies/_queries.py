@@ -131,7 +131,7 @@ class MeanQueries(Rounds):
 
     @property
     def needs_rotary(self) -> bool:
-        """Return ``True``: scores are made of rotation angles."""
+        """Return ``True``: scores are made of rotation angles, so a model without rotary positions is refused."""
         return True
 
     def check(self, budget: int) -> None:

@@ -444,7 +444,7 @@ def _whole(copy: RowCopy, heads: Heads) -> RowCopy:
 
 
 def _mine(copy: RowCopy, heads: Heads) -> RowCopy:
-    """Return this process's heads of one layer's row."""
+    """Return one layer's row with this process's heads alone, cut to the slots that these use."""
     positions = _part(copy.positions, heads)
     occupied = (positions >= 0).any(dim=0).nonzero()
     used = int(occupied[-1]) + 1 if len(occupied) else 0

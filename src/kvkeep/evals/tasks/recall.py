@@ -137,8 +137,8 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
 
 
 def _sentences(options: Options, number: int) -> Iterator[str] | None:
-    """Return the sentences of the user's text, once around from a place of each recall text's own; ``None``: those of
-    the look.
+    """Return all sentences of the user's text once, beginning at a place that is drawn for each recall text and going
+    on at the text's start. Return ``None`` if the style in ``options.documents`` has sentences of its own.
     """
     if not STYLES[options.documents].own_text or options.text is None:
         return None
