@@ -93,6 +93,8 @@ def test_a_session_has_its_own_setting():
         assert engine.session(name="x").policy.keep_prompt == 0.5
         with pytest.raises(InputError, match=r"is open under local:keep_prompt=0\.5"):
             engine.session(name="x", keep_prompt=True)
+        with pytest.raises(BudgetError, match="below 1"):  # 0 is a budget, and not the session's own
+            engine.session(name="x", budget=0)
 
 
 @pytest.mark.parametrize("keep", [True, 0.5])

@@ -830,7 +830,8 @@ def _agreed(
     if keep_prompt is None and policy is None:  # the session's own, and not the engine's
         keep_prompt = False if session.policy.keep_prompt is None else session.policy.keep_prompt
     asked = host.admission.settle(
-        *(session.policy if policy is None else policy, budget or session.budget),
+        session.policy if policy is None else policy,
+        session.budget if budget is None else budget,
         adapter=adapter,
         keep_prompt=keep_prompt,
     )
