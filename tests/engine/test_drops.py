@@ -135,6 +135,25 @@ def test_a_prompt_that_drops_on_its_way_gets_what_a_session_gets_that_drops_betw
         assert {twin.token_ids for twin in engine.generate(twins)} == {result.token_ids}
 
 
+def test_a_row_with_a_kept_prompt_goes_on_as_it_was_after_a_drop(monkeypatch):
+    found = []
+    for fuses in (True, False):
+        if not fuses:
+            monkeypatch.setattr("kvkeep.cache.decode_replay.why_not_fused", lambda *given, **others: "not to be tried")
+        with engine_of("h2o:recent=2", 16, keep_prompt=0.5) as engine:
+            request = Request(prompt=FIRST, sampling=short(30), drops=[(20, GONE)], ignore_end=True)
+            number = engine.add(request)
+            engine.step()
+            row = engine._sequences[number].row
+            # what a kernel has to know: how many first positions stay
+            assert engine._kv.sole(row, row + 1).lead == len(FIRST)
+            while engine.busy:
+                events = engine.step()
+            found.append(events[-1].result.token_ids)
+    assert found[0] == found[1]
+    assert len(found[0]) == 30
+
+
 def test_a_memory_that_does_not_evict_has_room_for_what_is_dropped():
     prompt = prompt_of(3, 60)
     with engine_of("full", 40) as engine:

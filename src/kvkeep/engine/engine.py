@@ -734,6 +734,7 @@ class Engine:
                         budget=sequence.budget,
                         sequence=sequence.request.sequence,
                         pins=sequence.pins,
+                        prompt_tokens=len(sequence.to_read),
                     )
 
     def _begin_duplicate(self, twin: Sequence, reader: Sequence, contents: Contents, token: int, place: int) -> None:

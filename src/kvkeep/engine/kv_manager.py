@@ -258,14 +258,24 @@ class KVManager:
             own.put(contents, self._blocks[0] if self._windows else None)
         self._blocks.pin(row, pins)
 
-    def drop(self, row: int, gone: Spans, *, policy: Policy, budget: int, sequence: int, pins: Spans) -> None:
+    def drop(
+        self, row: int, gone: Spans, *, policy: Policy, budget: int, sequence: int, pins: Spans, prompt_tokens: int
+    ) -> None:
         """Evict the tokens at some positions from all layers and heads of a row. The other arguments are `begin`'s.
 
         Raises:
             UnsupportedOperationError: the model has layers with a state.
         """
         contents = self.take(row, None).without(gone)
-        self.begin(row, policy=policy, budget=budget, sequence=sequence, pins=pins, contents=contents)
+        self.begin(
+            row,
+            policy=policy,
+            budget=budget,
+            sequence=sequence,
+            pins=pins,
+            prompt_tokens=prompt_tokens,
+            contents=contents,
+        )
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Set a row's budget in all layers, from the next step on."""
