@@ -146,6 +146,7 @@ def test_an_answer_may_be_as_long_as_the_server_allows(server):
             asked = {"messages": HELLO} if "chat" in path else {"prompt": " \n"}  # white space is a text to go on with
             found = short.post(path, {**asked, "max_tokens": -1, "ignore_eos": True, "temperature": 0}).json()
             assert found["usage"]["completion_tokens"] == 40
+    assert server.post("/tokenize", {"prompt": " \n"}).json()["count"] > 0
     assert "empty" in server.refused(server.complete(prompt=""))["message"]
     server.refused(server.complete(max_tokens=-2))
 

@@ -16,7 +16,6 @@ from kvkeep.models import tokenization
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
 from kvkeep.policies.registry import available, label
-from kvkeep.server.errors import parameter
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of, note_ignored
@@ -82,7 +81,7 @@ class InfoRoutes:
             {
                 "tokens": ids,
                 "count": len(ids),
-                "max_model_len": self._settings.max_model_len or self._served.max_model_len,
+                "max_model_len": self._longest,
             }
         )
 
@@ -123,7 +122,6 @@ class InfoRoutes:
 
         Raises:
             InputError: there is not just one of prompt and messages.
-            RefusalError: the prompt is white space.
         """
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
@@ -139,8 +137,6 @@ class InfoRoutes:
         if body.add_special_tokens is False:  # not None, which stands for the default: true
             plain: list[int] = tokenization.encode_rest(self._served.checkpoint, body.prompt)[0].tolist()
             return plain, ()
-        if not body.prompt.strip():
-            raise parameter("prompt", "has no text but white space")
         return self._served.encode(body.prompt, raw=True, bounded=False), ()
 
 
