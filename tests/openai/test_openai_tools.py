@@ -90,6 +90,7 @@ BAD = [
     ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": ["weather"]}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [tool()], "structured_outputs": {"regex": "a"}}, "structured_outputs"),

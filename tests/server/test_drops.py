@@ -241,6 +241,14 @@ def test_wrong_drops_of_a_chat_are_refused(server, body, why):
     assert why in server.refused(answer)["message"]
 
 
+def test_the_first_message_is_not_dropped_where_the_template_refuses_it_alone(server, monkeypatch):
+    messages, tokenizer = talk(server), server.served.checkpoint.tokenizer
+    needs_more = "{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", needs_more + tokenizer.chat_template)
+    answer = server.chat(messages=messages, drop_message=[0], pin_system=False)
+    assert "writes message 0 together with" in server.refused(answer)["message"]
+
+
 def test_very_many_messages_are_dropped_where_they_stand_together(server):
     messages = [SYSTEM, *({"role": role, "content": "a"} for _ in range(300) for role in ("user", "assistant"))]
     apart = server.chat(messages=messages, drop_message=[*range(1, 600, 2)], max_tokens=2)  # a template for each place

@@ -309,8 +309,8 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
         if not allowed or not isinstance(inner, dict) or inner.get("mode") not in ("auto", "required"):
             raise ParameterError("tool_choice", f"is {shown}; there are {_CHOICES}")
         known = [function["name"] for function in functions]
-        if missing := next((name for name in allowed if name not in known), None):
-            raise ParameterError("tool_choice", f"names {short(missing)}, which is none of tools")
+        if missing := [name for name in allowed if name not in known]:
+            raise ParameterError("tool_choice", f"names {short(missing[0])}, which is none of tools")
         choice, parallel = inner["mode"], parallel and listed
     if choice not in ("none", "auto", "required"):
         raise ParameterError("tool_choice", f"is {short(choice)}; there are {_CHOICES}")

@@ -90,8 +90,8 @@ def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: in
         )
     borders = sorted(told + border for border in ends)
     starts = served.message_starts(messages, borders, tools=parameters.described, template=parameters.template)
-    if unknown := next((border for border in borders if border not in starts), None):
-        place = unknown - told
+    if unknown := [border for border in borders if border not in starts]:
+        place = unknown[0] - told
         raise ParameterError(
             "drop_message",
             f"cannot be followed: the chat template writes message {max(0, place - 1)} together with the one behind it",
