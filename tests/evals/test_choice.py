@@ -163,7 +163,7 @@ def test_the_likeliest_choice_counts(tmp_path):
     task = load(tmp_path)
     ((name, asked),) = task.asked.items()
     outcome = task.run(writer(), name, parse("full"), [1000] * 16)
-    rights = []
+    rights, normed, sizes = [], [], (len("it saw a cat."), len("it slept."))  # as in lm-eval, without the blank before
     for one in asked:
         values = []
         for pair in one.pairs:
@@ -173,12 +173,24 @@ def test_the_likeliest_choice_counts(tmp_path):
             n = len(pair.continuation)
             values.append(logp[-n:].gather(-1, ids[0, -n:, None]).sum().item())
         rights.append(float(values.index(max(values)) == one.right))
+        shares = [value / size for value, size in zip(values, sizes, strict=True)]
+        normed.append(shares.index(max(shares)) == one.right)
+        assert one.sizes == sizes
     assert outcome.score["grades"] == rights
     assert outcome.score["score"] == sum(rights) / 8
+    assert outcome.score["normed"] == sum(normed) / 8
     assert outcome.score["guess"] == 0.5
     assert outcome.memory.allocated_bytes > 0
     bounded = task.run(writer(), name, parse("h2o"), [5] * 16)
     assert bounded.memory.allocated_bytes < outcome.memory.allocated_bytes
+
+
+def test_a_choice_that_is_only_a_mark_has_no_length_to_divide_by(tmp_path):
+    row = {"activity_label": "Run", "ctx_a": "A fox", "ctx_b": "", "endings": ["[header]", "won."], "label": 1}
+    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(row) + "\n")
+    task = MultipleChoice.load(writer().checkpoint, Options(data=str(tmp_path), shots=0))
+    ((name, _),) = task.asked.items()
+    assert task.run(writer(), name, parse("full"), [1000] * 2).score["n"] == 1
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path):

@@ -285,7 +285,7 @@ class _Asked:
 
     Attributes:
         pairs: what stands before a choice, and the choice; one for each.
-        sizes: the lengths of the choices in characters, with the blank before each.
+        sizes: the lengths of the choices in characters, without the blank before each.
         right: the number of the right one.
     """
 
@@ -317,7 +317,7 @@ class MultipleChoice(Task):
     """
 
     name: ClassVar[str] = "choice"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     headline: ClassVar[str] = "score"
 
     options: Options
@@ -413,7 +413,8 @@ def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Ch
         _pair(checkpoint, before, context, choice, later)
         for context, choice in zip(one.contexts, one.choices, strict=True)
     )
-    return _Asked(pairs, tuple(len(choice) for choice in one.choices), one.right)
+    # at least 1: of an ending that was only a mark, nothing but the blank is left
+    return _Asked(pairs, tuple(max(1, len(choice) - 1) for choice in one.choices), one.right)
 
 
 def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later: bool) -> ContextPair:
@@ -438,7 +439,7 @@ def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:
 def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[str, Any]:
     """Return the accuracy by log-likelihood, and by log-likelihood per character (``normed``), with the grades.
 
-    They are lm-eval's ``acc`` and ``acc_norm``, but for the blank before a choice, which counts as a character here.
+    They are lm-eval's ``acc`` and ``acc_norm``.
     """
     rights, normed = [], []
     for values, one in zip(found, asked, strict=True):
