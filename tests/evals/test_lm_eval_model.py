@@ -10,7 +10,7 @@ import torch
 from kvkeep import parse
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import KVKeepError
-from kvkeep.evals.forward import Drive
+from kvkeep.evals.forward import Drive, Setup
 from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.lm_eval import scoring
 from kvkeep.evals.lm_eval.command import Arguments, bounded_of, budget_of, sampling_of
@@ -101,6 +101,20 @@ def test_a_context_is_read_once_for_all_its_continuations(monkeypatch):
     assert sizes.count(19) == 1
 
 
+def test_each_context_has_an_identity_of_its_own(monkeypatch):
+    found, read = [], scoring._read
+
+    def watched(drive, groups):
+        logits = read(drive, groups)
+        found.extend(drive.cache.bounded_layers()[0].block.sequences.tolist())
+        return logits
+
+    monkeypatch.setattr(scoring, "_read", watched)
+    pairs = [pair(10 * i, 12 + (i * 5) % 7, 2) for i in range(7)]  # which are read in another order
+    assert len(dict(scoring.scores(bounded("random", rows=2), pairs))) == 7
+    assert sorted(found) == [*range(7)]
+
+
 def test_a_share_is_of_the_length_that_the_pair_names():
     share = dataclasses.replace(bounded("local"), budget=RequestedBudget(ratio=0.4))
     ten = dataclasses.replace(pair(0, 20, 3), length=20)
@@ -118,6 +132,14 @@ def test_answers_are_those_of_each_prompt_alone(policy):
     found = dict(scoring.answers(few, wishes))
     assert found == {i: next(scoring.answers(few, [one]))[1] for i, one in enumerate(wishes)}
     assert all(isinstance(text, str) for text in found.values())
+
+
+def test_answers_are_generated_in_caches_of_the_same_options(monkeypatch):
+    given, made = [], scoring.Engine
+    monkeypatch.setattr(scoring, "Engine", lambda *args, **more: given.append(more) or made(*args, **more))
+    setup = Setup(positions="slot", layer_budget="pyramid", head_budget="ada:0.2", kv_bits="4", prefill_chunk=8)
+    next(scoring.answers(bounded("local", setup=setup), [wish(0, 20, 19)]))
+    assert given[0].items() >= dataclasses.asdict(setup).items()
 
 
 def test_the_first_token_of_an_answer_depends_on_the_cut():

@@ -7,7 +7,7 @@ rest of the context and the continuations follow under that budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -91,8 +91,10 @@ class _Group:
 
 def scores(bounded: BoundedModel, pairs: Sequence[ContextPair]) -> Iterator[tuple[int, Score]]:
     """Yield the score of each pair with its index in ``pairs``, the longest contexts first."""
+    first = 0
     for groups in _batches(_grouped(pairs), bounded.rows):
-        yield from _score(bounded, groups, pairs)
+        yield from _score(bounded, groups, pairs, first)
+        first += len(groups)
 
 
 def _grouped(pairs: Sequence[ContextPair]) -> list[_Group]:
@@ -119,12 +121,14 @@ def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
 
 
 def _score(
-    bounded: BoundedModel, groups: Sequence[_Group], pairs: Sequence[ContextPair]
+    bounded: BoundedModel, groups: Sequence[_Group], pairs: Sequence[ContextPair], first: int
 ) -> Iterator[tuple[int, Score]]:
-    """Read some contexts, and yield the scores of all their continuations, which follow in copies."""
+    """Read some contexts, numbered from ``first`` on for random policies, and yield the scores of all their
+    continuations, which follow in copies.
+    """
     longest = max(len(pairs[place].continuation) for group in groups for place in group.places)
     budgets = [bounded.tokens(group.length, len(group.context) + longest) for group in groups]
-    drive = Drive(bounded.writer, bounded.policy, budgets, first=groups[0].places[0], setup=bounded.setup)
+    drive = Drive(bounded.writer, bounded.policy, budgets, first=first, setup=bounded.setup)
     logits = _read(drive, groups)
     bounded.on_memory(drive.cache.memory())
     asked = [(row, place) for row, group in enumerate(groups) for place in group.places]
@@ -231,7 +235,6 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
         InputError: a step of the engine failed.
     """
     budgets = [bounded.tokens(wish.length, len(wish.ids) + wish.sampling.max_new_tokens) for wish in wishes]
-    setup = {key: getattr(bounded.setup, key) for key in ("positions", "layer_budget", "head_budget", "prefill_chunk")}
     tokenizer = bounded.writer.checkpoint.tokenizer
     with Engine(
         bounded.writer.model,
@@ -239,7 +242,7 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
         policy=bounded.policy,
         budget=max(budgets),  # every request names its own, of at most this
         rows=min(bounded.rows, len(wishes)),
-        **setup,
+        **asdict(bounded.setup),
     ) as engine:
         requests = (_request(engine, i, wish, budgets[i]) for i, wish in enumerate(wishes))
         for place, result in engine.run(requests):
