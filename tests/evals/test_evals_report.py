@@ -103,7 +103,7 @@ def test_cells_of_a_model_that_is_too_weak_are_marked():
     assert remedy == "† With this model recall (context=2, inside) can tell."
     perplexity = row("perplexity", "full", "100%", {"perplexity": 5.0})
     assert report.weakness_notes([*weak, perplexity])[-1] == "† With this model perplexity can tell."
-    assert "`tasks=perplexity,agreement,mass`" in report.weakness_notes(weak)[-1]
+    assert "`tasks=perplexity,continuation,agreement,mass`" in report.weakness_notes(weak)[-1]
     assert [(weakness.task, weakness.percent) for weakness in report.weaknesses(weak)] == [("recall", 50.0)]
     assert report.weaknesses([recall("full", "100%", 0.7)]) == []
 

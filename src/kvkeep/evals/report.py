@@ -11,7 +11,6 @@ from kvkeep.evals.results import (
     ABLE_PERCENT,
     MEASURES,
     RIGHT,
-    UNGRADED,
     Row,
     ScoreMeasure,
     by_budget,
@@ -25,6 +24,7 @@ from kvkeep.evals.results import (
     over,
     seeds,
 )
+from kvkeep.evals.task_names import TEXT_TASKS
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def weakness_notes(rows: Sequence[Row]) -> list[str]:
         for case, group in by_case(of_task(rows, measure.task)).items()
         if _full_percent(measure, group) >= ABLE_PERCENT and (measure.task, case) not in weak
     ]
-    able += [task for task in UNGRADED if of_task(rows, task)]
+    able += [task for task in TEXT_TASKS if of_task(rows, task)]
     return [
         *(
             f"† {weakness.task}, {case_title(weakness.task, weakness.case)}: the full cache is right in "
@@ -127,7 +127,7 @@ def weakness_notes(rows: Sequence[Row]) -> list[str]:
         ),
         f"† With this model {', '.join(able)} can tell."
         if able
-        else f"† With this model other tasks can tell: `tasks={','.join(UNGRADED)}`.",
+        else f"† With this model other tasks can tell: `tasks={','.join(TEXT_TASKS)}`.",
     ]
 
 

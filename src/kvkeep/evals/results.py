@@ -136,9 +136,6 @@ RIGHT = ("recall", "ruler", "choice", "needle", "passkey", "kv_retrieval", "conv
 ABLE_PERCENT = 70.0
 """Right answers under the full cache, in percent, below which a model is too weak to show what eviction costs."""
 
-UNGRADED = ("perplexity", "agreement", "mass")
-"""Tasks that compare with the full cache and need no right answers, so that every model can tell."""
-
 
 def of_task(rows: Sequence[Row], task: str) -> list[Row]:
     """Return the rows of one task."""

@@ -20,14 +20,12 @@ from kvkeep.evals.grid import GridArguments, Planned
 from kvkeep.evals.records import Records
 from kvkeep.evals.results import Row
 from kvkeep.evals.task import Options, Task, notes
+from kvkeep.evals.task_names import TEXT_TASKS
 from kvkeep.models import weight_hash
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
 from kvkeep.models.tokenization import Writer
 from kvkeep.version import __version__
-
-TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
-"""Tasks that read running text, about which `kvkeep.evals.task.notes` has something to say."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError, closest
 from kvkeep.evals.forward import PLAIN, Setup
+from kvkeep.evals.task_names import TEXT_TASKS
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import STYLES, Style
 from kvkeep.models.tiny.recall import HELD_OUT, draw_facts, most_facts, own_filler
@@ -367,8 +368,8 @@ def notes(options: Options) -> list[str]:
     if options.text is not None:
         return []
     return [
-        "perplexity, agreement and mass use the package's own plain sentences, which say little about other texts; "
-        "give one as `text`."
+        f"{', '.join(TEXT_TASKS[:-1])} and {TEXT_TASKS[-1]} use the package's own plain sentences, which say little "
+        "about other texts; give one as `text`."
     ]
 
 

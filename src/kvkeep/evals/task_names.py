@@ -10,6 +10,9 @@ TASK_NAMES = (
     *("kv_retrieval", "choice", "summary", "diversity", "conversation", "long_generation"),
 )
 
+TEXT_TASKS = ("perplexity", "continuation", "agreement", "mass")
+"""Tasks that read running text and ask nothing. Without right answers, no model is too weak for them."""
+
 
 def split_tasks(names: str) -> list[str]:
     """Return the names of a comma-separated list, each once.
