@@ -243,6 +243,20 @@ def test_budgets_side_by_side_have_the_scores_of_each_alone(policy):
         assert all(one[name] == pytest.approx(other[name], abs=1e-5) for name in one)
 
 
+def test_budgets_side_by_side_take_no_more_than_a_batch_at_once(monkeypatch):
+    task, feed, sizes = prepared(Agreement), Drive.feed, []
+    rows, length = task.ids.shape
+    wanted = task.under_budgets(writer(), parse("h2o"), (6, 40, 11))
+    monkeypatch.setattr("kvkeep.evals.forward.BATCH_TOKENS", 2 * rows * length)
+    monkeypatch.setattr(
+        Drive, "feed", lambda self, ids, *rest, **more: sizes.append(len(ids)) or feed(self, ids, *rest, **more)
+    )
+    found = task.under_budgets(writer(), parse("h2o"), (6, 40, 11))
+    assert set(sizes) == {2 * rows, rows}
+    for one, other in zip(wanted, found, strict=True):
+        assert all(one[name] == pytest.approx(other[name], abs=1e-5) for name in one)
+
+
 def test_the_end_of_text_is_left_out_of_the_continuation(monkeypatch):
     task = load(Agreement)
     wanted = int(prepared(Agreement).references[0].tokens[0, 0])
@@ -641,10 +655,12 @@ def test_as_many_facts_as_there_are_names_for_and_no_more():
     most = int(re.search(r"give (\d+) or fewer", str(caught.value))[1])
     for seed, kind in enumerate(kind.name for kind in HELD_OUT.kinds):
         assert len(question(seed, kind=kind, n_facts=Options(facts=most).facts, tokens=100).facts) == most
+    made = {"n_questions": 1, "tokens": 100, "count": lambda text: len(text.split())}
+    assert len(document(0, n_facts=most, **made).questions[0].facts) == most
     with pytest.raises(InputError, match=f"facts={most + 1}"):
         Options(facts=most + 1)
     with pytest.raises(ValueError, match="larger than population"):  # so the limit is not too low
-        question(0, n_facts=most + 1, tokens=100)
+        document(0, n_facts=most + 1, **made)
 
 
 @pytest.mark.parametrize("style", STYLES)

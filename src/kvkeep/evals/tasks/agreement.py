@@ -123,11 +123,22 @@ class Agreement(Task):
         return TaskOutcome(self._score([part.equal for part in found], [part.kl for part in found]), memory)
 
     def under_budgets(self, writer: Writer, policy: Policy, budgets: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the score of a policy under each of several budgets: rows of one batch, which share each step.
+        """Return the score of a policy under each of several budgets: rows of one batch, which share each step, as
+        far as a batch holds them.
 
         Long answers are mostly the model's own time, of which this takes one share for all budgets. Each row gets what
         it gets alone; only rules with randomness draw for other rows than in a run of one budget.
         """
+        # the first batch of prompts is the largest one; under one budget its columns are one row of `batches`
+        most = len(self.references[0].tokens) * self.ids.shape[1]
+        return [
+            score
+            for some in batches([most] * len(budgets))
+            for score in self._side_by_side(writer, policy, budgets[some])
+        ]
+
+    def _side_by_side(self, writer: Writer, policy: Policy, budgets: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the score under each of several budgets, whose rows run together."""
         equal, kl = [], []
         for at, reference in zip(self._batches(), self.references, strict=True):
             rows = len(reference.tokens)

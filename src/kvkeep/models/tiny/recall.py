@@ -330,14 +330,13 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
 
 
 def most_facts(lexicon: Lexicon) -> int:
-    """Return how many facts the text of a `question` can hold: for more, names and things give no keys. Without things
-    each name is the key of one fact.
+    """Return how many facts a text can hold: for more, names and things give no keys. Without things each name is the
+    key of one fact.
     """
     if not lexicon.things:
         return len(lexicon.names)
     longest = min(len(lexicon.names), len(lexicon.things))
-    # 1 more: `question` draws the asked fact apart from the others
-    return 1 + max(n for n in range(longest**2) if side(n) <= longest)
+    return max(n for n in range(longest**2) if side(n) <= longest)
 
 
 def side(n: int) -> int:
