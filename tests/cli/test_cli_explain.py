@@ -7,7 +7,7 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.cli.explain import as_typed
+from kvkeep.cli.explain import ExplainOptions, as_typed
 from kvkeep.cli.main import app
 from kvkeep.errors import pip_install
 
@@ -188,3 +188,17 @@ def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("budget", "shown"), [(0.2, "20%"), (1.0, "100%"), (0.125, "12.5%"), (30, "30"), (0.1, "10%")])
 def test_the_command_has_the_budget_as_it_was_typed(budget, shown):
     assert as_typed(budget) == shown
+
+
+def test_the_line_has_every_option_that_was_given(monkeypatch):
+    seen = []
+    monkeypatch.setattr("kvkeep.cli.explain_run.serve", seen.append)
+    monkeypatch.setattr(ExplainOptions, "check_values", lambda self: None)
+    line = (
+        "kvkeep explain folder --text auto --prompt auto --case later --policies h2o --budget 30% --prefill-chunk 8 "
+        "--max-new-tokens 4 --dtype float32 --device cpu --load-in 8bit --threads 1 --output a.html --plots pictures "
+        "--raw --allow-pickle --terminal --json"
+    )
+    done = CliRunner().invoke(app, line.split()[1:])
+    assert done.exit_code == 0, done.output
+    assert [options.line() for options in seen] == [line]

@@ -84,6 +84,19 @@ def test_a_later_question_is_what_remember_does():
     assert [found.read(moment) for moment in range(3)] == [*found.prompt_ends, wanted.prompt_tokens + 1]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policies": ["local"], "budget": 20, "max_new_tokens": 1},
+        {"question": QUESTION, "case": "later", "budget": 0.5, "prefill_chunk": 30, "max_new_tokens": 2, "raw": True},
+    ],
+)
+def test_the_call_on_the_page_makes_the_same_page(options):
+    found = kvkeep.explain(None, text(60), **options)
+    again = eval(found.command, {"kvkeep": kvkeep, "text": text(60)})
+    assert again.to_json() == found.to_json()
+
+
 def test_a_text_that_fits_is_noted():
     found = kvkeep.explain(None, text(60), max_new_tokens=2)
     said = f"Nothing is evicted: {found.budget} slots hold all of the text and the answer. Try a budget of 20%."

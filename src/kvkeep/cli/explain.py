@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
+from shlex import join
 
 from kvkeep.cli import shell_completion
 from kvkeep.cli.files import check_text, place, target
@@ -131,20 +131,32 @@ class ExplainOptions(ModelOptions):
 
     def line(self) -> str:
         """Return the command line that makes the page again."""
-        options: dict[str, object] = {"--text": self.text, "--prompt": self.question, "--case": self.case}
-        options |= {
+        options: dict[str, object] = {
+            "--text": self.text,
+            "--prompt": self.question,
+            "--case": self.case,
             "--policies": self.policies,
             "--budget": None if self.budget is None else as_typed(self.budget),
             "--prefill-chunk": self.prefill_chunk,
             "--max-new-tokens": self.max_new_tokens,
+            "--dtype": None if self.dtype == "auto" else self.dtype,
+            "--device": None if self.device == "auto" else self.device,
+            "--load-in": self.load_in,
+            "--threads": self.threads,
+            "--output": self.output,
+            "--plots": self.plots,
         }
-        options |= {"--dtype": self.dtype, "--device": self.device, "--load-in": self.load_in, "--output": self.output}
-        options["--plots"] = self.plots
+        flags = {
+            "--raw": self.raw,
+            "--allow-pickle": self.allow_pickle,
+            "--terminal": self.terminal,
+            "--json": self.json,
+        }
         words = ["kvkeep", "explain", *([self.model] if self.model else [])]
         for name, value in options.items():
-            if value not in (None, "", "auto"):  # auto is the default of dtype and device
+            if value not in (None, ""):
                 words += [name, str(value)]
-        return " ".join(map(quote, [*words, *(["--raw"] if self.raw else [])]))
+        return join([*words, *(name for name, given in flags.items() if given)])
 
 
 def as_typed(budget: float | int) -> str:

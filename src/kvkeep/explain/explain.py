@@ -135,7 +135,7 @@ def explain(  # noqa: PLR0913  the choices of a user
         return Explanation(
             model=name or checkpoint.name,
             question=question,
-            command=command or _call(checkpoint.name, question, asked),
+            command=command or _call(checkpoint.name, question, asked, raw=raw),
             notes=notes,
             tokens=pieces(tokens, ids),
             case=asked.case,
@@ -344,13 +344,22 @@ def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
     return None if first is None else min(first, len(ids) - 1)
 
 
-def _call(name: str, question: str, asked: ExplainArguments) -> str:
+def _call(name: str, question: str, asked: ExplainArguments, *, raw: bool) -> str:
     """Return the Python call that makes the same explanation, for the page."""
+    given: dict[str, object] = {"question": question}
+    if asked.case != "inside":
+        given["case"] = asked.case
+    given["policies"] = [str(policy) for policy in asked.policies]
+    if asked.budget is not None:
+        given["budget"] = asked.budget
+    if asked.chunk is not None:
+        given["prefill_chunk"] = asked.chunk
+    if asked.new_tokens != NEW_TOKENS:
+        given["max_new_tokens"] = asked.new_tokens
+    if raw:
+        given["raw"] = raw
     model = None if name == "the embedded model" else name
-    chosen = [str(policy) for policy in asked.policies]
-    budget = "" if asked.budget is None else f", budget={asked.budget}"
-    case = "" if asked.case == "inside" else f", case={asked.case!r}"
-    return f"kvkeep.explain({model!r}, text, question={question!r}{case}, policies={chosen}{budget})"
+    return f"kvkeep.explain({model!r}, text, {', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
 def refuse_states(name: str, config: Any) -> None:
