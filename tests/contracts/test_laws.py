@@ -113,3 +113,10 @@ def test_a_case_without_a_prompt_begins_with_its_first_token():
         [1, 2, 3],
         [2, 3, 4],
     ]
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:window=2"])
+def test_laws_hold_for_rows_without_a_prompt(policy):
+    for law in ("slots_do_not_matter", "never_over_budget", "scores_are_finite_numbers"):
+        for prompt, padding in ((0, 0), (5, 5), (5, 7)):
+            LAWS[law](kvkeep.parse(policy), Case(prompt=prompt, steps=12, budget=6, padding=padding))

@@ -175,9 +175,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
     of_heads = empty(policy.summaries, tape.keys.double(), tape.values.double())
     kept = torch.empty((1, heads, 0), dtype=torch.int32)
-    prompt, turn = n - case.steps, 0
-    size = case.chunk or prompt
-    starts = [*range(0, prompt, size), *range(prompt, n)]
+    prompt, turn = max(0, n - case.steps), 0  # padding may be all of the prompt, and more
+    starts = [*range(0, prompt, case.chunk or n), *range(prompt, n)]
     outputs: list[Tensor] = []
     budget: Budget = case.budget
     margin = float("inf")
