@@ -18,6 +18,7 @@ FULL = Config(
     positions="slot",
     prefill_chunk=256,
     guard=0.1,
+    keep_prompt=True,
     dtype="bfloat16",
     load_in="int8",
 )
@@ -33,7 +34,7 @@ def file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("config", [FULL, Config(), Config(policy="tova", layer_budget="ramp:0.2")])
+@pytest.mark.parametrize("config", [FULL, Config(), Config(layer_budget="ramp:0.2", keep_prompt=False)])
 def test_what_is_written_is_read(config, file):
     text = config.text("Found by a search:\n98 % kept.", {"case": "later", "target": 0.98, "measured_on": 440})
     assert Config.read(file(text)) == config

@@ -256,4 +256,4 @@ def _value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_value, value))}]"
-    return repr(value)
+    return repr(value).lower()  # true and false; numbers have no capitals
