@@ -1,5 +1,7 @@
 """What only Triton's kernels of a decode step have: where they run, what they leave to torch, and fused steps."""
 
+import dataclasses
+
 import pytest
 import torch
 from conformance.cases import device_of, on, token
@@ -129,13 +131,24 @@ def test_attention_that_is_differentiated_is_torchs():
     assert found.requires_grad
 
 
-@pytest.mark.parametrize(("statistic", "gradient"), [(LastHit(), False), (Mass(), True)], ids=["last hit", "gradient"])
-def test_a_step_that_no_kernel_knows_is_not_fused_and_changes_nothing(statistic, gradient):
+@pytest.mark.parametrize(
+    ("statistic", "changes", "window", "gradient"),
+    [
+        (LastHit(), {}, None, False),
+        (Mass(), {}, None, True),
+        (Nothing(), {"top": Top(torch.ones(6).long(), True)}, None, False),
+        (Mass(), {"window": 5}, None, False),
+        (Mass(), {}, 5, False),
+    ],
+    ids=["last hit", "gradient", "top", "a window for attention alone", "a window for slots alone"],
+)
+def test_a_step_that_no_kernel_knows_is_not_fused_and_changes_nothing(statistic, changes, window, gradient):
     query, slots, now = on("triton", token(20, 16, 2))[0]
     before = slots.positions.clone()
     new = slots.keys[:, :, :1].clone().requires_grad_(gradient), slots.values[:, :, :1]
-    more = {"added": Added((), is_score=False), "limits": SlotLimits(now[:, 0].int() + 1)}
-    assert TritonBackend().step(FusedStep(query, slots, new, now, statistic, PLAIN, **more)) is None
+    more = {"added": Added((), is_score=False), "limits": SlotLimits(now[:, 0].int() + 1, window=window)}
+    options = dataclasses.replace(PLAIN, **changes)
+    assert TritonBackend().step(FusedStep(query, slots, new, now, statistic, options, **more)) is None
     assert torch.equal(slots.positions, before)
 
 

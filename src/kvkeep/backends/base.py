@@ -167,6 +167,13 @@ class FusedStep(NamedTuple):
     limits: SlotLimits
     ranges: Ranges | None = None
 
+    @property
+    def suits_kernels(self) -> bool:
+        """Return whether kernels can be told what the step asks for. They have one window, for what is attended to and
+        for what expires.
+        """
+        return self.options.top is None and self.options.window == self.limits.window and is_known(self.statistic)
+
 
 # A prompt read again after itself, without reading it: its own queries, turned ahead, against all of its keys.
 #

@@ -152,8 +152,7 @@ class NativeBackend(Backend):
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""
         query, slots, new, now, statistic, options, added, limits, ranges = step
-        # the kernel has one window, for what is attended to and for what expires
-        if options.top is not None or options.window != limits.window or not is_known(statistic):
+        if not step.suits_kernels:
             return None
         there, ranges = (slots, ranges) if ranges is not None else lying(slots)
         there, codes = coding_of(there)

@@ -67,11 +67,11 @@ class TritonBackend(Backend):
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
         """Append, attend, update the policy's sums, expire and evict in two kernels, in place, and return the output.
 
-        Return ``None``, with nothing changed, for a statistic or tensors that the kernels cannot take, such as
-        quantized slots.
+        Return ``None``, with nothing changed, for what the kernels cannot do (see `FusedStep.suits_kernels`), or for
+        tensors that they cannot take, such as quantized slots.
         """
         query, slots, new, now, statistic, options, added, limits, _ = step
-        if not is_known(statistic):
+        if not step.suits_kernels:
             return None
         asked = wanted(statistic) if added.states else None
         return ops.step(query, slots, new, now, options=options, wanted=asked, added=added, limits=limits)
