@@ -43,6 +43,22 @@ def test_a_key_of_length_zero_is_like_nothing():
     assert KeyDiff(1, 1).scores({0: [0.0, 0.0], 1: [1.0, 0.0]}) == {0: 0.0, 1: -1.0}
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_key_that_is_no_number_goes_first_and_does_not_change_the_anchor(bad):
+    generator, kept = torch.Generator().manual_seed(0), []
+    whole = torch.randn(1, 2, 20, 4, generator=generator)
+    whole[:, :, 4, 1] = bad
+    for keys in (whole, torch.cat([whole[:, :, :4], whole[:, :, 5:]], dim=2)):  # with and without token 4
+        layer, held, prompt = Layer(parse("keydiff"), 5), [], keys.shape[2] - 11
+        for start, stop in [(0, prompt), *((at, at + 1) for at in range(prompt, keys.shape[2]))]:
+            part = keys[:, :, start:stop]
+            layer.step(part, part, part, options=AttentionOptions(scaling=0.5), phase=phase_of(part))
+            held.append(retained(layer))
+        kept.append(held)
+    shifted = [[[[at + (at >= 4) for at in head] for head in row] for row in held] for held in kept[1]]
+    assert kept[0] == shifted
+
+
 def test_among_identical_keys_the_oldest_goes():
     layer = Layer(parse("keydiff"), 5)
     ones = torch.ones(1, 2, 12, 4)

@@ -53,6 +53,8 @@ class KeyDiff(Policy):
         """Return minus the cosine between a key and the mean of the unit keys."""
         keys = view.keys if self.rotated else view.unrotated
         unit = torch.nn.functional.normalize(keys.float(), dim=-1)
-        unit = unit * (view.positions >= 0)[..., None]
-        anchor = torch.nn.functional.normalize(unit.sum(dim=2, keepdim=True), dim=-1)
-        return -(unit * anchor).sum(dim=-1)
+        # an empty slot may hold NaN, and NaN times 0 is NaN
+        unit = unit.masked_fill((view.positions < 0)[..., None], 0.0)
+        # a key that is no number is not in the mean, and goes first
+        mean = unit.nan_to_num(0.0).sum(dim=2, keepdim=True)
+        return -(unit * torch.nn.functional.normalize(mean, dim=-1)).sum(dim=-1)
