@@ -95,6 +95,25 @@ def test_the_policy_reads_the_file(family, tmp_path, monkeypatch):
     assert metadata["num_traces"] >= 1
 
 
+def test_a_file_that_is_written_anew_is_read_again_once_a_policy_is_checked(tmp_path):
+    path, writer = tmp_path / "q.pt", writer_of("llama")
+    policy, seen = kvkeep.parse(f"triattention:calibration={path}"), []
+    for first in (3, 30):
+        save(statistics(writer, [torch.arange(first, first + 17)]), tmp_path / "new.pt")
+        (tmp_path / "new.pt").replace(path)
+        before = heads_of(str(path))[0, 0].query
+        policy.check(4096)
+        seen += [before, heads_of(str(path))[0, 0].query]
+    first, checked, later, again = seen
+    assert torch.equal(first, checked)
+    assert torch.equal(checked, later)  # a run goes on with what it began with
+    assert not torch.equal(later, again)
+    path.unlink()
+    assert heads_of(str(path))[0, 0].query is again
+    with pytest.raises(PolicyError, match="there is no such file"):
+        policy.check(4096)
+
+
 def test_a_model_without_rotary_positions_is_refused():
     with pytest.raises(UnsupportedModelError, match="needs rotary positions"):
         statistics(writer_of("gpt2"), [torch.arange(10)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,15 +62,44 @@ def read(path: str, layer: int) -> Means:
     return Means(torch.stack([m.query for m in ordered]), torch.stack([m.excess for m in ordered]))
 
 
-@functools.lru_cache(maxsize=4)  # each layer asks, in each step
+_Status = tuple[int, int, int]
+"""What tells two contents of a file apart: its inode, its time in nanoseconds and its size."""
+_checked: dict[str, _Status] = {}
+"""Calibration files → their status when a policy was last checked. Steps do not look at the file system."""
+
+
+def check_file(path: str) -> None:
+    """Refuse a path that is no calibration of TriAttention's. A file that has changed is read again.
+
+    Raises:
+        PolicyError: there is no such file, or it is no calibration.
+    """
+    try:
+        found = os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):  # the name may be too long, or no name
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
+        raise PolicyError(f"calibration={path:.200}: there is no such file. Leave it out for the prompt's own queries.")
+    _checked[path] = found.st_ino, found.st_mtime_ns, found.st_size
+    heads_of(path)
+
+
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
-    """Read a calibration file. Return the query means of all heads, by layer and query head.
+    """Return the query means of all heads, by layer and query head, as the calibration file had them when it was last
+    checked.
 
     Raises:
         PolicyError: the file cannot be read, or is no calibration of TriAttention's.
     """
-    if not os.path.isfile(os.path.expanduser(path)):  # not Path.is_file, which raises for a name that is too long
-        raise PolicyError(f"calibration={path:.200}: there is no such file. Leave it out for the prompt's own queries.")
+    if path not in _checked:
+        check_file(path)
+    return _heads_in(path, _checked[path])
+
+
+@functools.lru_cache(maxsize=4)  # each layer asks, in each step
+def _heads_in(path: str, status: _Status) -> dict[tuple[int, int], Means]:
+    """Read a calibration file; see `heads_of`."""
+    del status  # it is only the key under which the cache knows the content
     try:
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(os.path.expanduser(path), map_location="cpu", weights_only=True)
@@ -143,7 +173,7 @@ class MeanQueries(Rounds):
         """
         super().check(budget)
         if self.calibration is not None:
-            heads_of(self.calibration)
+            check_file(self.calibration)
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Return the state with a prompt's queries added to their running mean. Generated tokens change nothing."""
