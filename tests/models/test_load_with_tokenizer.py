@@ -25,6 +25,15 @@ def test_an_engine_takes_what_load_returns():
     assert result.text
 
 
+def test_the_tokenizer_is_that_of_tokenizers_where_mistral_common_is_installed(monkeypatch):
+    seen, honest = [], files.AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        files.AutoTokenizer, "from_pretrained", lambda *args, **given: seen.append(given) or honest(*args, **given)
+    )
+    kvkeep.load(model_folders.folder())
+    assert [given["mistral_format"] for given in seen] == [False]
+
+
 def test_without_an_argument_it_is_the_embedded_model():
     model, tokenizer = kvkeep.load()
     assert model.config._attn_implementation == "kvkeep"

@@ -4,13 +4,14 @@ import model_folders
 import pytest
 import real_folders
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvkeep.models.chat_templates import fill
+from kvkeep.engine.grammar import special_texts
+from kvkeep.models.chat_templates import control_tokens, fill
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.load import find
 from kvkeep.models.message_tokens import system_spans
-from kvkeep.models.special_tokens import special_tokens_of
+from kvkeep.models.special_tokens import added_tokens, special_tokens_of
 from kvkeep.models.tokenization import encode, encode_chat, encode_next
 
 CONTROL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
@@ -73,6 +74,28 @@ def user(text):
 def control_ids(tokenizer, ids):
     control = {tokenizer.convert_tokens_to_ids(text) for text in CONTROL if text != "<unk>"}
     return [tokenizer.decode([token]).strip() for token in ids if token in control]
+
+
+class Untold(PreTrainedTokenizerBase):
+    """A tokenizer whose `added_tokens_decoder` is that of transformers' base class, which raises."""
+
+    def __len__(self):
+        return 9
+
+
+class Mistral(Untold):
+    """As `MistralCommonBackend`, where it is a method."""
+
+    def added_tokens_decoder(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("untold", [Untold(), Mistral()], ids=["property", "method"])
+def test_a_tokenizer_that_does_not_tell_its_added_tokens_has_none(untold):
+    assert added_tokens(untold) == {}
+    assert special_tokens_of(untold).quote(EVIL) == EVIL
+    assert control_tokens(untold) == set()
+    assert special_texts(untold) == []
 
 
 def test_the_roles_are_the_templates(tokenizer):

@@ -25,6 +25,7 @@ from kvkeep.engine.request import NAMES, Request, Structure
 from kvkeep.errors import InputError, KVKeepError, pip_install
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.sandbox import SandboxProcess
+from kvkeep.models.special_tokens import added_tokens
 
 # The tokens that may come next in an answer of a given form: a state per request, and a mask over all rows.
 
@@ -353,8 +354,7 @@ class Grammars:
 
 def special_texts(tokenizer: Tokenizer | None) -> list[tuple[int, str]]:
     """Return the ids and the texts of a tokenizer's special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})  # `None` has none, nor need a tokenizer of other code
-    return [(token, entry.content) for token, entry in added.items() if entry.special]
+    return [(token, entry.content) for token, entry in added_tokens(tokenizer).items() if entry.special]
 
 
 def without_special_texts(description: str) -> str:

@@ -21,6 +21,7 @@ from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limi
 from kvkeep.models.device import enough_memory
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.load import load_with_tokenizer
+from kvkeep.models.special_tokens import added_tokens
 from kvkeep.models.support import unwrapped
 from kvkeep.models.tokenization import SEPARATOR, check_length, encode, opened
 from kvkeep.policies import DEFAULT, LATER
@@ -155,7 +156,7 @@ def explain(  # noqa: PLR0913  the choices of a user
                 )
                 for policy, ledger, other in zip(asked.policies, ledgers, missed, strict=True)
             ],
-            special=frozenset(token.content for token in tokens.added_tokens_decoder.values() if token.special),
+            special=frozenset(token.content for token in added_tokens(tokens).values() if token.special),
         )
 
 

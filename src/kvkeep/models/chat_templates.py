@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvkeep.errors import InputError
 from kvkeep.models.sandbox import SandboxProcess
-from kvkeep.models.special_tokens import special_tokens_of
+from kvkeep.models.special_tokens import added_tokens, special_tokens_of
 
 TIMEOUT_S = 10.0
 """Seconds after which a template is taken for one that never ends."""
@@ -360,7 +360,7 @@ _ANSWER = "kvkeepanswer"
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids of the tokens that were added to the tokenizer's vocabulary: special ones, and others."""
-    return {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
+    return {*getattr(tokenizer, "all_special_ids", ()), *added_tokens(tokenizer)}
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

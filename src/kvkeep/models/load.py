@@ -382,7 +382,8 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
         tokenizer: PreTrainedTokenizerBase = (
             gguf_tokenization.tokenizer_of(gguf.read(name))
             if is_gguf(name)
-            else AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
+            # mistral-common's, taken where that package is installed, has neither added tokens nor a chat template
+            else AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False, mistral_format=False)
         )
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     if not tokenizer.get_vocab().keys() - special:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,16 @@ from kvkeep.pins import Span
 
 _SALT = f"kvkeep{secrets.token_hex(8)}"
 _QUOTED = re.compile(f"{_SALT}q([0-9]+)x", re.IGNORECASE)  # a template may write a text in capitals
+
+
+def added_tokens(tokenizer: object) -> Mapping[int, AddedToken]:
+    """Return the tokens that were added to a tokenizer's vocabulary, by their ids; none if it does not tell them."""
+    try:
+        # the property of transformers' base class raises, which `getattr` with a default lets through
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+    except NotImplementedError:
+        return {}
+    return added if isinstance(added, Mapping) else {}  # that of `MistralCommonBackend` is a method, which raises
 
 
 class SpecialTokens:
@@ -39,7 +50,7 @@ class SpecialTokens:
         template = _template_text(tokenizer)
         added = {
             token.content: (number, token)
-            for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+            for number, token in added_tokens(tokenizer).items()
             if token.content.strip()
             and (token.special or (not token.content[0].isalnum() and token.content in template))
         }

@@ -18,6 +18,7 @@ from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.message_tokens import message_spans, message_starts, system_places
+from kvkeep.models.special_tokens import added_tokens
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans, from_start
@@ -305,5 +306,5 @@ def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
     # texts of answers do not show special tokens, and what stands between two calls is read from the text
     if form.next is not None and form.mark in form.next:
         return None
-    added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})
-    return next((token for token, text in added.items() if text.special and text.content == form.mark), None)
+    added = added_tokens(checkpoint.tokenizer).items()
+    return next((token for token, text in added if text.special and text.content == form.mark), None)
