@@ -32,6 +32,7 @@ _LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
 """Names of the temporary files of `write_whole`."""
 _LONGEST = 200
 """Bytes of a name that a temporary file's name repeats; file systems take 255 in all."""
+_MOST_SHOWN = 200  # characters of a setting in a message
 _DEEPEST = 60
 """Levels of nested lists and objects; values are walked by recursive functions."""
 _LARGEST = 2**64
@@ -589,7 +590,7 @@ def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
     """Raise the error for a folder of another run, which names a setting then and now."""
     # with their types where these differ: 1 and "1" would look alike
     show = str if type(then) is type(now) else repr
-    was, here = (text if len(text := show(value)) <= _LONGEST else text[:_LONGEST] + "…" for value in (then, now))
+    was, here = (text if len(text := show(value)) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…" for value in (then, now))
     raise InputError(
         f"{folder} holds results of another run: {what} was {was} and is {here} now. Mixed results cannot be compared: "
         "choose another `output` folder, or the same settings to go on."

@@ -340,7 +340,9 @@ def test_bytes(number: int, text: str):
     assert console.show_bytes(number) == text
 
 
-@pytest.mark.parametrize(("factor", "text"), [(4.0, "4.0×"), (0.95, "0.9×"), (0.04, "0.04×"), (123.45, "123.5×")])
+@pytest.mark.parametrize(
+    ("factor", "text"), [(4.0, "4.0×"), (0.951, "1.0×"), (0.95, "0.95×"), (0.04, "0.04×"), (123.45, "123.5×")]
+)
 def test_factor(factor: float, text: str):
     assert console.show_factor(factor) == text
 

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.help import Group
 from kvkeep.cli.main import MEASURE, Plugin
 from kvkeep.errors import InputError
 
@@ -34,7 +35,7 @@ def shorten(
 
 PLUGIN = Plugin(command=shorten, panel=MEASURE, examples={"kvkeep shorten TEXT": "Its first words"})
 
-colours = typer.Typer(help="Colours of words.")
+colours = typer.Typer(cls=Group, help="Colours of words.")
 
 
 @colours.command("list")
@@ -113,6 +114,7 @@ def test_mistakes_are_explained_as_those_of_kvkeeps_own_commands(installed, run)
 def test_an_application_becomes_a_group(installed, run):
     installed("shortening", SHORTEN, colours="colours")
     assert run("colours", "list").out == "red, green\n"
+    assert run("colours", "blue").err == "error: kvkeep colours has no command 'blue'. See kvkeep colours --help.\n"
     assert "colours " in run("--help").out.partition("\nOf other packages\n")[2]
 
 

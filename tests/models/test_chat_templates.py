@@ -179,6 +179,8 @@ def test_folding_is_said_once(tokenizer, caplog):
         assert chat_templates.fill(tokenizer, [SYSTEM, USER]) == "be brief\n\nhello"
     assert [message for message in caplog.messages if "system messages" in message] == caplog.messages
     assert len(caplog.messages) == 1
+    assert "becomes part of the user's messages beside them" in caplog.text
+    assert chat_templates.fill(tokenizer, [USER, SYSTEM]) == "hello\n\nbe brief"
 
 
 def test_a_template_with_one_system_message_keeps_it(tokenizer):

@@ -345,8 +345,8 @@ def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
 
 def show_factor(factor: float) -> str:
     """Return a factor as text: ``4.0×``, or ``0.04×`` with two digits where it is small."""
-    # above 0.95, one digit after the point rounds to 1.0 or more
-    return f"{factor:.1f}×" if factor >= 0.95 else f"{factor:.2g}×"
+    shown = f"{factor:.1f}"  # its rounding decides: 0.95 is slightly less as a float, and would be 0.9
+    return f"{shown}×" if float(shown) >= 1 else f"{factor:.2g}×"
 
 
 def show_speed(tpot_s: float | None) -> str:

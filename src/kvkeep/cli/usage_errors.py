@@ -169,9 +169,8 @@ def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
     said = f"{path} has no command {shown(name)}."
     if close:
         return f"{said} Did you mean {path} {close[0]}?"
-    # `policies` is the only group of kvkeep's own below the application
-    if ctx.parent is not None:
-        return f"{said} Did you mean {path} show {quoted(name)}?"
+    if ctx.parent is not None:  # only kvkeep policies has names that a user may type in place of a command
+        return f"{said} Did you mean {path} show {quoted(name)}?" if "show" in group.commands else f"{said} {_see(ctx)}"
     if remedy := _OTHER_COMMANDS.get(name.lower()):
         return f"{said} Did you mean {remedy}?"
     if exists(name, folder=False):

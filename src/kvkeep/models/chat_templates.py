@@ -237,8 +237,8 @@ def _note(template: str, has_system: bool) -> None:
     del template
     if has_system:
         _log.warning(
-            "The chat template does not take the system messages as they are: their text, and that of tools, is put "
-            "before the text of the user's message."
+            "The chat template does not take the system messages as they are: their text, and that of tools, becomes "
+            "part of the user's messages beside them."
         )
     else:
         _log.warning(
