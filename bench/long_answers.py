@@ -79,11 +79,23 @@ def run(options: argparse.Namespace, writer: Writer, prompt: int) -> list[dict[s
     task.prepare(writer)
     for number, (policy, budgets) in enumerate(todo.items(), 1):
         print(f"prompts of {prompt}: {policy}, {number} of {len(todo)}", file=sys.stderr)
-        scores = task.under_budgets(writer, kvkeep.parse(policy), budgets)
-        done.append({"policy": policy, "scores": dict(zip(map(str, budgets), scores, strict=True))})
+        done.append({"policy": policy, "scores": follow(writer, task, policy, budgets)})
         with file.open("a") as lines:
             print(json.dumps(done[-1]), file=lines)
     return done
+
+
+def follow(writer: Writer, task: Agreement, policy: str, budgets: list[int]) -> dict[str, dict[str, Any]]:
+    """Return a policy's scores by budget, without the smallest ones if layers that have less refuse them."""
+    while budgets:
+        try:
+            scores = task.under_budgets(writer, kvkeep.parse(policy), budgets)
+        except BudgetError as error:
+            print(f"{policy} is left out under a budget of {budgets[0]}: {error}", file=sys.stderr)
+            budgets = budgets[1:]
+        else:
+            return dict(zip(map(str, budgets), scores, strict=True))
+    return {}
 
 
 def table(done: list[dict[str, Any]], prompt: int) -> list[list[str]]:
@@ -111,7 +123,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--calibration", help="a file of kvkeep calibrate --for triattention")
     parser.add_argument("--prompts", type=numbers, default="64,128")
-    parser.add_argument("--budgets", type=numbers, default="128,256,512")
+    parser.add_argument("--budgets", type=lambda text: sorted(numbers(text)), default="128,256,512")
     parser.add_argument("--new", type=int, default=2000)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--device", default="auto")

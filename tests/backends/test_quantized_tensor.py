@@ -316,6 +316,7 @@ def test_shapes_that_do_not_fit(shape):
     assert not QuantizedTensor.can_have(shape)
 
 
+@pytest.mark.slow
 @needs_the_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="compiles for x86-64")
 @pytest.mark.parametrize("processor", sweep(["x86-64", "x86-64-v3"], lambda processor: processor == "x86-64"))

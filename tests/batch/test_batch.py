@@ -114,6 +114,7 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     assert (one["options"], two.get("options")) == (options, None)
 
 
+@pytest.mark.slow
 def test_a_repetition_ends_the_lines_that_ask_for_it(tmp_path):
     rule = {"max_pattern_size": 1, "min_count": 3}
     lines = [
@@ -153,6 +154,7 @@ def test_a_job_goes_on_with_the_weights_laid_out_as_before(tmp_path, said, known
     assert not known or found == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["-", "pipe"])
 def test_prompts_through_a_pipe(ten, tmp_path, name):
     target, pipe = tmp_path / "out.jsonl", tmp_path / "pipe"
@@ -378,6 +380,7 @@ def test_a_closed_pipe_ends_the_job_quietly(ten, tmp_path):
     assert "Traceback" not in errors.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kills", "n"), sweep([(2, 20), (10, 120)], lambda case: case[0] == 2))
 def test_killed_at_random_moments(tmp_path, kills, n, comparable):
     entries = [

@@ -39,6 +39,7 @@ def moved(slots, name):
 ASKED = [("plain", statistic) for statistic in ON_TOKEN] + [(options, "mass") for options in OF_TOKEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", KV_BITS)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("option", "statistic"), ASKED)

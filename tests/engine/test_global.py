@@ -90,6 +90,7 @@ def test_padding_changes_nothing():
     assert torch.equal(budgets_of(both)[1], budgets_of(single)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [None, "4"])
 @pytest.mark.parametrize("pins", [(), ((2, 3), (9, 14))])
 @pytest.mark.parametrize("chunk", [60, 17])
@@ -121,6 +122,7 @@ def test_a_row_that_reads_nothing_keeps_its_tokens_when_others_go_early(monkeypa
     assert torch.equal(budgets_of(cache)[1], splits)
 
 
+@pytest.mark.slow
 def test_layers_that_wait_do_not_hold_the_whole_prompt(monkeypatch):
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=16, num_attention_heads=4
@@ -350,6 +352,7 @@ def test_equal_prompts_and_common_beginnings_are_read_once(monkeypatch):
     assert again.cached_tokens
 
 
+@pytest.mark.slow
 def test_sessions_rewind_fork_and_go_on_in_rows_of_another_policy():
     session = engine_of().session()
     session.ask(prompt_of(1, 30), SamplingParams(max_new_tokens=4))
@@ -441,6 +444,7 @@ def test_one_layer_shares_as_ada_does():
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [None, "8"])
 @pytest.mark.parametrize("rule", ["global:0.1", "ada:0.1"])
 @pytest.mark.parametrize("policy", ["reread:sinks=1,recent=3,decode=score", "snapkv:window=3", "keydiff"])

@@ -110,6 +110,7 @@ def test_rows_of_other_policies_and_budgets_get_what_they_get_alone(backend, mon
         assert tokens(engine, requests) == [alone(one, name=name, chunk=chunk) for one in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", KV_BITS)
 def test_slots_of_few_bits(kv_bits):
     requests, engine = asked(2, (POLICY, "h2o:recent=2")), engine_of(kv_bits=kv_bits, prefill_chunk=7)
@@ -117,6 +118,7 @@ def test_slots_of_few_bits(kv_bits):
     assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["true", "slot"])
 def test_pins_and_slot_positions(positions):
     requests = asked(4, pins=((2, 3), (5, 7)))
@@ -149,6 +151,7 @@ def test_bytes_are_those_of_the_tensors_and_do_not_depend_on_the_split(name):
     assert sum((block.memory() for block in rows.blocks_of(0)), MemoryUsage()) == rows.memory_of(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_that_holds_everything_is_the_full_cache(name):
     one = asked(3)[2]
@@ -224,6 +227,7 @@ def test_a_run_that_fails_in_any_layer_is_mended_by_a_reset_or_a_memory(layer, m
     assert held(cache) == held(fresh)
 
 
+@pytest.mark.slow
 def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     monkeypatch.setattr(swapping, "SHARE", 1e9)
     monkeypatch.setattr(swapping, "LEAST", 1)
@@ -232,6 +236,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     assert engine._swapper.swaps > 4
 
 
+@pytest.mark.slow
 def test_sessions_rewind_and_go_on_in_rows_of_another_policy():
     session, sampling = engine_of().session(), SamplingParams(max_new_tokens=4)
     session.ask(prompt_of(1, 30), sampling)
@@ -267,6 +272,7 @@ def test_layers_with_windows_leave_their_slots_to_the_others(name, rule):
         assert now > then if full else now < then, (now, then)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, RULE])
 def test_an_engine_gives_the_tokens_of_a_cache_where_windows_leave_slots(rule):
     how = {"head_budget": rule, "layer_budget": "sliding:0.5"}
@@ -292,6 +298,7 @@ def test_equal_layers_leave_a_policy_its_own_rule_for_heads(name):
     assert shares == kinds(name)
 
 
+@pytest.mark.slow
 def test_a_policy_s_own_rule_for_heads_gives_way_where_a_cache_cannot_have_it():
     """`reread:later` shares the slots of all layers; in chunks of a cache its heads are equal, and an engine's
     tokens are a cache's."""

@@ -120,6 +120,7 @@ def test_other_options_have_their_effect_within_the_form(engine):
     assert re.fullmatch("[a-z ]{20}", engine.generate(drawn)[0].text)
 
 
+@pytest.mark.slow
 def test_there_may_be_many_choices_of_any_characters(engine):
     many = [f"choice {n}/\\" for n in range(5000)]
     odd = ["a.*", "(b)", "[c]", "é\n", "x|y", "#&~", "a b\t", '"', "{2}", "^$", "<d>", "-"]
@@ -251,6 +252,7 @@ ENDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
 def test_parts_that_never_end_are_not_begun(engine, schema):
     """Such as a reference that leads to itself: whoever begins it can write no further token."""
@@ -314,6 +316,7 @@ def test_a_bomb_is_refused_or_bounded(engine, form):
     assert engine.generate(request({"choice": ["fine"]}))[0].text == "fine"
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_ended(parts, monkeypatch):
     monkeypatch.setattr(grammar, "TIMEOUT_S", 0.001)
     monkeypatch.setattr(grammar, "MEMORY_BYTES", 2**34)
@@ -353,6 +356,7 @@ def test_a_slow_grammar_holds_up_no_other_request_and_few_wait(engine, monkeypat
     assert len([one for one in found if one.startswith("word")]) == 3
 
 
+@pytest.mark.slow
 def test_a_grammar_is_compiled_once_and_few_are_kept(parts, monkeypatch):
     monkeypatch.setattr(grammar, "MOST", 2)
     monkeypatch.setattr(grammar, "_MOST_TRIED", 2)
@@ -367,6 +371,7 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(parts, monkeypatch):
     assert len([one for one in lines if "tokenizer" in one]) == 2  # two processes
 
 
+@pytest.mark.slow
 def test_a_closed_engine_leaves_no_process(parts):
     engine = kvkeep.Engine(*parts, budget=64, rows=1)
     engine.generate(request({"choice": ["fine"]}))

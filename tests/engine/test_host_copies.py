@@ -81,6 +81,7 @@ def test_everybody_gets_the_tokens_that_they_get_alone(policy, chunk, moment, ma
     assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,6 +100,7 @@ def test_other_slots(options, queue, made):
     assert everything(made(queue, "h2o", BUDGET, rows=1, host_rows=2, **options), queue, requests) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(list(HYBRIDS), lambda name: name == "lfm2"))
 def test_states_go_with_their_sequences(name, queue, monkeypatch):
     torch.manual_seed(3)
@@ -110,6 +112,7 @@ def test_states_go_with_their_sequences(name, queue, monkeypatch):
     assert everything(engine, queue, requests) == want
 
 
+@pytest.mark.slow
 def test_requests_of_all_kinds(queue, made):
     """Sessions, memories, pins, other policies and budgets, sampling."""
 
@@ -142,6 +145,7 @@ def broken(rng, name, rate=0.2):
     return fails
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *OPERATIONS])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules_with_cancels_and_failures(seed, name, made):
@@ -211,6 +215,7 @@ def finish(engine, requests=4, without=()):
         assert ended[n].token_ids == alone("llama", prompt_of(n, 5 + n % 6), 12, "h2o", 10, None)
 
 
+@pytest.mark.slow
 def test_the_next_one_is_cancelled(queue, made):
     engine = made(queue, rows=1, host_rows=3)
     with queue.watched():
@@ -249,6 +254,7 @@ def test_a_memory_keeps_its_packs(queue, made):
         assert torch.equal(one.positions, other.positions)
 
 
+@pytest.mark.slow
 def test_another_one_goes_first(queue, made):
     engine = made(queue, rows=1, host_rows=3)
     with queue.watched():
@@ -267,6 +273,7 @@ def test_another_one_goes_first(queue, made):
     assert queue.most_bytes <= 2 * bound(engine.row_bytes)
 
 
+@pytest.mark.slow
 def test_a_row_becomes_free_before_the_turn(queue, made):
     engine = made(queue, rows=1, host_rows=3)
     with queue.watched():
@@ -279,6 +286,7 @@ def test_a_row_becomes_free_before_the_turn(queue, made):
         finish(engine, without=[running.id])
 
 
+@pytest.mark.slow
 def test_rows_are_replaced(queue, made):
     """Rows of another policy get the memory of what was brought for the rows before."""
     policies = ["h2o", "h2o", "pyramidkv:window=2,decode=score", "h2o", "spatten", "tova"]

@@ -142,6 +142,7 @@ def test_prompts_in_chunks_are_never_whole():
         assert [result.cached_tokens for _, result in long_turns(engine, 3)] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_prompts_go_first_when_room_is_scarce(tmp_path):
     with engine_of(policy="tova", budget=BUDGET) as engine:
         long_turns(engine, 1)
@@ -178,12 +179,14 @@ def test_nobody_else_goes_on_from_a_prompt():
         assert ask(engine, longer).cached_tokens == 40
 
 
+@pytest.mark.slow
 def test_pins_hold_among_all_tokens():
     pins = ((3, 9),)
     with engine_of(policy="tova", budget=BUDGET) as engine:
         compare(long_turns(engine, 3, pins=pins), policy="tova", pins=pins)
 
 
+@pytest.mark.slow
 def test_conversations_side_by_side_get_what_they_get_alone():
     starts = [prompt_of(70 + n, 20 + n) for n in range(5)]
     with engine_of(policy="snapkv:window=4", budget=BUDGET, rows=3) as engine:

@@ -52,6 +52,7 @@ def test_in_the_rows_of_an_engine(policy, backend):
         assert found[number].token_ids == alone("llama", request.prompt, 5, policy, budget, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_after_a_reset(policy, backend):
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64

@@ -71,6 +71,7 @@ def test_an_adapter_writes_what_peft_writes(kind):
     assert result.token_ids == expected(None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
 def test_an_adapter_that_replaces_or_names_embeddings_runs_beside_packed_weights():
     for kind in ("head", "embed"):
@@ -79,6 +80,7 @@ def test_an_adapter_that_replaces_or_names_embeddings_runs_beside_packed_weights
         assert (packed.token_id, packed.value) == (plain.token_id, pytest.approx(plain.value, abs=0.02))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"rows": 6}, {"host_rows": 3, "rows": 2}])
 @pytest.mark.parametrize("policy", ["h2o", "full", "scissorhands", "nacl"])
 def test_rows_of_several_adapters_get_what_they_get_alone(loaded, policy, options):
@@ -102,6 +104,7 @@ def test_every_step_brings_rows_of_all_adapters_further(loaded):
     made.close()
 
 
+@pytest.mark.slow
 def test_nobody_starves_beside_a_stream_of_another_adapter(loaded):
     made = engine(loaded, rows=2, prefill_chunk=8)
     rare = made.add(request("a"))
@@ -113,6 +116,7 @@ def test_nobody_starves_beside_a_stream_of_another_adapter(loaded):
     assert done.index(rare) < 2
 
 
+@pytest.mark.slow
 def test_streams_have_adapters(loaded):
     made = engine(loaded)
     streams = [made.stream(request(adapter)) for adapter in NAMES]
@@ -124,6 +128,7 @@ def test_streams_have_adapters(loaded):
     assert {adapter: tuple(ids) for adapter, ids in found.items()} == {adapter: expected(adapter) for adapter in NAMES}
 
 
+@pytest.mark.slow
 def test_common_beginnings_belong_to_their_adapter(loaded):
     made = engine(loaded, policy="full", budget=64, prefill_chunk=8, prefix_memory=2**24)
     cached = [made.generate(request(adapter))[0].cached_tokens for adapter in (*NAMES, *NAMES)]
@@ -141,6 +146,7 @@ def test_equal_prompts_of_other_adapters_are_read_by_themselves(loaded):
     assert found[2] == made.generate(request("a", long))[0].token_ids
 
 
+@pytest.mark.slow
 def test_sessions_keep_their_adapter(loaded):
     made = engine(loaded, policy="full", budget=128)
     turns = [IDS[:5], IDS[5:9]]
@@ -159,6 +165,7 @@ def test_sessions_keep_their_adapter(loaded):
         talks["a"].ask(request("b"))
 
 
+@pytest.mark.slow
 def test_memories_know_their_adapter_by_its_weights(loaded, tmp_path):
     made = engine(loaded, policy="full", budget=64)
     kept = {adapter: made.prefix(IDS[:10], adapter=adapter) for adapter in NAMES}
@@ -223,6 +230,7 @@ def test_the_hash_follows_weights_and_not_names(loaded):
     assert adapters_of(other).weights_hash(None) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", adapter_folders.KINDS)
 def test_a_merged_adapter_writes_the_same_and_its_memories_are_the_same(kind):
     with quiet():
@@ -244,6 +252,7 @@ def test_a_merged_adapter_writes_the_same_and_its_memories_are_the_same(kind):
     assert fingerprint(model) != adapters_of(beside[0]).weights_hash(kind)
 
 
+@pytest.mark.slow
 def test_a_switch_from_elsewhere_ends_what_has_begun_and_is_undone(loaded):
     made = engine(loaded, rows=1)
     first, second = made.add(request("a")), made.add(request("b"))
@@ -257,6 +266,7 @@ def test_a_switch_from_elsewhere_ends_what_has_begun_and_is_undone(loaded):
     assert made.generate(request("a"))[0].token_ids == expected("a")
 
 
+@pytest.mark.slow
 def test_engines_on_one_model_do_not_disturb_each_other(loaded):
     one, other = engine(loaded), engine(loaded)
     streams = one.stream(request("a")), other.stream(request("b"))

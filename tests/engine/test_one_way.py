@@ -66,6 +66,7 @@ def test_a_prompt_gives_the_same_text_with_and_without_a_file(tmp_path, options)
     assert found[0] == single(*options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-b", 8, "--prefill-chunk", 5, *DRAWN)])
 def test_a_model_with_a_state_goes_the_same_way(tmp_path, options):
     lines = [{"prompt": PROMPT}, {"prompt": "the cat"}]
@@ -83,6 +84,7 @@ def test_prompts_are_read_whole_in_both_ways_however_long_they_are(tmp_path, opt
     assert single(*options, "--prefill-chunk", 512, prompt=LONG, new=8) != text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--compare",), DRAWN, ("-b", 8, "--policy", "random", *DRAWN)])
 @pytest.mark.parametrize("as_job", [False, True])
 def test_torchs_own_random_numbers_are_left_alone(tmp_path, options, as_job):
@@ -123,6 +125,7 @@ def test_a_line_is_known_by_its_number_unless_it_names_a_seed(options, sequence)
     assert parse(7, raw, lambda prompt: [1], SamplingParams()).request.sequence == sequence
 
 
+@pytest.mark.slow
 def test_draws_differ_by_sequence_and_step_and_keep_their_value_for_sequence_0():
     wish = SamplingParams(temperature=1.0, seed=3, max_new_tokens=40)
     prompt = prompt_of(1, 5)
@@ -147,6 +150,7 @@ def test_short_prompts_that_are_read_whole_share_a_run(lengths, together):
     assert len(engine.step()) == together
 
 
+@pytest.mark.slow
 def test_the_engine_feeds_a_long_prompt_whole_unless_told_otherwise(monkeypatch):
     """So that a policy which goes by the end of the prompt sees it before anything is evicted."""
     sizes = {**CONFIGS["llama"].to_diff_dict(), "max_position_embeddings": 1024}

@@ -78,6 +78,7 @@ def test_all_tokens_tell_all_and_few_tell_little():
     assert shares[0] < 0.5 < shares[2]
 
 
+@pytest.mark.slow
 def test_a_measurement_changes_nothing_and_repeats():
     snapshot, policy = memory("h2o", 100)
     before = [layer.positions.clone() for layer in snapshot.contents.layers]
@@ -85,6 +86,7 @@ def test_a_measurement_changes_nothing_and_repeats():
     assert all(torch.equal(a, b.positions) for a, b in zip(before, snapshot.contents.layers, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"kv_bits": "8"}, {"positions": "slot"}, {"prefill_chunk": 64}, {"head_budget": "ada:0.2"}],
@@ -94,6 +96,7 @@ def test_memories_of_every_setting_are_measured(settings):
     assert 0 <= quoted().measure(*memory("h2o", 64, **settings)).share <= 1
 
 
+@pytest.mark.slow
 def test_copies_are_measured_a_few_at_a_time(monkeypatch):
     snapshot, policy = memory("h2o", 100)
     together = quoted().measure(snapshot, policy)

@@ -55,6 +55,7 @@ def test_rows_with_different_pins_share_a_batch(policy, chunk):
         assert result.token_ids == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
     if backend == "native" and (DEVICE.type != "cpu" or native().library is None):
@@ -142,6 +143,7 @@ def test_the_next_sequence_of_a_row_has_no_pins():
     assert (engine._kv._blocks[0].pins == 2**31 - 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o:recent=2", "tova", "scissorhands:window=1,recent=1,drop=2"])
 def test_recorded_steps_keep_pins_apart_from_other_rows(policy, monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "torch")
@@ -154,6 +156,7 @@ def test_recorded_steps_keep_pins_apart_from_other_rows(policy, monkeypatch):
         assert result.token_ids == alone("llama", request.prompt, 5, policy, CAPACITY, None, request.pins)
 
 
+@pytest.mark.slow
 def test_pins_go_with_their_rows_through_beams_repeats_and_resets():
     net, ids = model("llama"), torch.tensor([prompt_of(1, 20), prompt_of(2, 20)], device=DEVICE)
     cache = kvkeep.BoundedCache(net.config, "h2o:recent=2", 8, pins=[[(8, 11)], [(5, 7)]])
@@ -176,6 +179,7 @@ def test_pins_go_with_their_rows_through_beams_repeats_and_resets():
     assert {8, 9, 10} <= held(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: one[:3] in ("h2o", "ada", "sci", "ble")))
 def test_tokens_that_come_later_may_be_pinned_in_a_cache(policy, backend, monkeypatch):
@@ -192,6 +196,7 @@ def test_tokens_that_come_later_may_be_pinned_in_a_cache(policy, backend, monkey
             assert {1, 25, 26, 27} <= set(head), layer
 
 
+@pytest.mark.slow
 def test_a_million_spans_are_joined_before_they_are_counted():
     pins = [(i, i + 1) for i in range(200_000)] + [(0, 12)]
     with pytest.raises(InputError, match="end at position 200000"):
@@ -212,6 +217,7 @@ def test_a_cache_tells_what_was_lost_by_layer_row_and_head():
     assert found[1].decode.isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [None, 1.0])
 @pytest.mark.parametrize("way", ["session", "memory", "disk"])
 def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path):

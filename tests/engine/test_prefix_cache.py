@@ -43,6 +43,7 @@ def test_a_common_beginning_is_read_once_and_changes_no_token(policy):
         assert result.prompt_tokens == len(prompt)
 
 
+@pytest.mark.slow
 def test_requests_that_run_at_once_share_what_is_there_when_they_begin():
     engine = engine_of(rows=1)
     prompts = [COMMON + prompt_of(i, 3) for i in range(4)]
@@ -63,6 +64,7 @@ def test_other_policies_and_budgets_share_nothing():
         assert result.token_ids == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "shared"), [("random", 0), ("h2o", 8)])
 def test_random_policies_share_within_one_sequence_only(policy, shared):
     engine = engine_of(policy)
@@ -75,6 +77,7 @@ def test_random_policies_share_within_one_sequence_only(policy, shared):
     assert again.token_ids == other.token_ids
 
 
+@pytest.mark.slow
 def test_least_recently_used_memories_go_first():
     engine = engine_of()
     run(engine, wish(prompt_of(9, 5)))
@@ -114,6 +117,7 @@ def test_numbers_that_make_no_sense_are_refused(memory, chunk, match, no_checked
         engine_of(memory=memory, prefill_chunk=chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
 def test_other_architectures(name):
     engine = Engine(model(name), policy="h2o", budget=BUDGET, prefill_chunk=CHUNK, prefix_memory=PLENTY)

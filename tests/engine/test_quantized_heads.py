@@ -40,6 +40,7 @@ def test_a_row_gets_what_it_gets_alone_beside_other_policies_and_splits(kind, kv
         assert got == alone(one.prompt, one.policy, rule, budget=one.budget, chunk=chunk, kv_bits=kv_bits)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RULES)
 def test_a_row_has_the_bytes_that_it_is_said_to_have(kind, profile):
     rule, sizes = rule_of(kind, profile), {}
@@ -53,6 +54,7 @@ def test_a_row_has_the_bytes_that_it_is_said_to_have(kind, profile):
     assert sizes["4"] < sizes["8"] < sizes[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RULES)
 def test_sequences_take_turns_in_the_rows(kind, profile, monkeypatch):
     monkeypatch.setattr(swapping, "SHARE", 1e9)
@@ -64,6 +66,7 @@ def test_sequences_take_turns_in_the_rows(kind, profile, monkeypatch):
     assert engine._swapper.swaps > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["snapkv:window=4", "leverage:sinks=1,recent=2"])
 @pytest.mark.parametrize("kind", RULES)
 def test_memory_goes_on_bit_for_bit_from_a_file(kind, policy, profile, tmp_path):
@@ -80,6 +83,7 @@ def test_memory_goes_on_bit_for_bit_from_a_file(kind, policy, profile, tmp_path)
         BoundedCache(model("llama").config, policy, BUDGET, head_budget=rule, kv_bits=8).restore(0, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RULES)
 def test_what_an_emptied_slot_was_left_with_does_not_matter(kind, profile):
     rule, requests, found = rule_of(kind, profile), asked(KINDS[:4]), {}
@@ -92,6 +96,7 @@ def test_what_an_emptied_slot_was_left_with_does_not_matter(kind, profile):
         assert found[number] == alone(one.prompt, one.policy, rule, chunk=5, kv_bits="k8v4")[0]
 
 
+@pytest.mark.slow
 def test_policies_with_and_without_pools_change_places():
     requests = asked(["h2o:recent=2", "adakv:window=4", "defensivekv:window=4", "h2o:recent=2"])
     engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=2, kv_bits=8)
@@ -99,6 +104,7 @@ def test_policies_with_and_without_pools_change_places():
         assert got == alone(one.prompt, one.policy, None, kv_bits=8)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [(), ((2, 3), (9, 12))])
 def test_pins_and_a_fork_of_a_memory(pins):
     """Two questions about one prefix, whose pinned tokens stay in every head."""
@@ -114,6 +120,7 @@ def test_pins_and_a_fork_of_a_memory(pins):
             assert {at for span in pins for at in range(*span)} <= set(head)
 
 
+@pytest.mark.slow
 def test_memory_that_was_made_in_a_pool_goes_on_in_slots_side_by_side():
     policy, prompt = "h2o:recent=2", prompt_of(6, 30)
     new, given = SamplingParams(max_new_tokens=NEW), {"budget": BUDGET, "rows": 1, "kv_bits": "4"}
@@ -124,6 +131,7 @@ def test_memory_that_was_made_in_a_pool_goes_on_in_slots_side_by_side():
     assert memory.contents.layers[0].tensors["store.keys"].dtype == torch.uint8
 
 
+@pytest.mark.slow
 def test_beams_and_reset_move_codes_with_their_rows():
     net, ids = model("llama"), torch.tensor([prompt_of(7, 30), prompt_of(8, 30)])
     for rule in ("ada:0.1", "global:0.1"):

@@ -67,6 +67,7 @@ def test_a_row_has_the_bytes_that_it_is_said_to_have():
     assert most[4].rows > most[None].rows
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_from_a_file_in_another_engine(tmp_path):
     options = {"budget": BUDGET, "rows": 1, "policy": "h2o:recent=2", "kv_bits": "4"}
     first, second = prompt_of(1, 20), prompt_of(2, 7)

@@ -380,6 +380,7 @@ def test_token_ids_come_in_many_kinds(prompt, no_checked_annotations):
     assert (request.prompt, request.logprobs, request.stop) == ((3, 4), 2, ("end",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ramp:0.5", "pyramid:3"])
 @pytest.mark.parametrize("policy", ["full", "topk_dynamic", "snapkv:window=4,decode=grow"])
 def test_the_smallest_layer_decides_what_is_taken(policy, how):
@@ -418,6 +419,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_the_end_of_a_step_and_loses_nothing(ctrl_c):
     """Signals at every place of a step: what the engine calls is made to raise them, one call after the other."""
     asked = [Request(prompt=prompt_of(i, 9), sampling=new(n)) for i, n in ((1, 2), (2, 9), (3, 3))]
@@ -507,6 +509,7 @@ class UnspeakableError(Exception):
         raise ValueError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [UnspeakableError, RuntimeError])
 def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeypatch):
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)

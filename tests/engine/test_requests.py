@@ -192,6 +192,7 @@ def test_two_requests_without_a_list_are_refused(second, engine, no_checked_anno
     assert not engine.busy
 
 
+@pytest.mark.slow
 def test_a_list_may_have_texts_conversations_and_token_ids(engine, no_checked_annotations):
     mixed = ["a text", CHAT, tuple(CHAT), (5, 6, 7), [5, 6, 7], torch.tensor([5, 6, 7]), Request(messages=CHAT)]
     found = {place: result.prompt_tokens for place, result in engine.run(mixed, SHORT)}

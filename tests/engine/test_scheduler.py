@@ -176,6 +176,7 @@ def check_run(prompts, scheduler, chunk, *, waited_for):
         assert len(fed) == 1 or total <= SHARED_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 4, 16])
 def test_prompts_come_first_where_all_requests_together_shall_end_soonest(chunk):
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=4, prefill_chunk=chunk, prompts_first=True)
@@ -193,6 +194,7 @@ def test_prompts_come_first_where_all_requests_together_shall_end_soonest(chunk)
         assert results[number].token_ids == alone("llama", prompt_of(i, lengths[i]), new[i], "h2o", CAPACITY, chunk)
 
 
+@pytest.mark.slow
 def test_running_rows_close_up_while_prompts_wait_behind_them(monkeypatch):
     """Of eight rows the first ones end early. A step then computes as many rows as run, and one that begins."""
     monkeypatch.setattr(scheduler, "SHARED_TOKENS", 16)

@@ -94,6 +94,7 @@ def test_forks_of_a_session_on_the_disk_share_nothing(tmp_path):
                 assert fork.ask(turn, short()).token_ids == answers([TURNS[0], turn])[1]
 
 
+@pytest.mark.slow
 def test_a_named_session_is_opened_again_by_a_later_engine(tmp_path):
     with engine_of(session_dir=tmp_path) as engine:
         session = engine.session(name="anna", policy="tova", budget=9, sequence=5)

@@ -619,6 +619,7 @@ def test_a_queued_turn_that_turns_out_to_be_too_long_raises_in_its_listener():
     assert session.ask([1], short(2)).token_ids
 
 
+@pytest.mark.slow
 def test_many_threads_on_one_session_and_many_sessions():
     engine = engine_of(rows=3)
     shared = engine.session()
@@ -674,6 +675,7 @@ def test_a_session_that_is_closed_by_its_own_listener(session):
     assert [event.result.finish_reason for event in stream] == ["cancelled"]
 
 
+@pytest.mark.slow
 def test_closing_a_session_with_thousands_of_waiting_turns_ends_them_all(session):
     engine, boxes = host_of(session), [ThreadBox() for _ in range(3000)]
     with engine._dispatcher.turn:

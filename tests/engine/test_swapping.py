@@ -57,6 +57,7 @@ def test_everybody_gets_the_tokens_that_they_get_alone(policy, chunk):
     assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
 def test_other_models(name):
     engine = engine_of("h2o:recent=2", name=name, rows=1, host_rows=2)
@@ -66,6 +67,7 @@ def test_other_models(name):
     assert engine._swapper.swaps > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,6 +86,7 @@ def test_other_slots(options):
     assert engine._swapper.swaps > 4
 
 
+@pytest.mark.slow
 def test_results_say_the_same():
     requests = [
         wish(0, logprobs=2, pins=[(0, 3)], policy="snapkv:window=2"),
@@ -107,6 +110,7 @@ def test_results_say_the_same():
     assert engine._swapper.swaps > 6
 
 
+@pytest.mark.slow
 def test_policies_that_need_other_rows_get_their_turn():
     policies = ["h2o", "pyramidkv:window=2,decode=score", "h2o", "spatten", "tova"]
     requests = [wish(n, policy=policy) for n, policy in enumerate(policies)]
@@ -131,6 +135,7 @@ def test_a_first_token_for_everybody():
     assert max(firsts(1)[:2]) < 20 < firsts(1)[2]  # two in flight; the third begins when one of them has ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_rows", [1, 2, 5])
 def test_no_more_than_so_many_wait_in_main_memory(host_rows):
     engine = engine_of(rows=2, host_rows=host_rows)
@@ -147,6 +152,7 @@ def test_no_more_than_so_many_wait_in_main_memory(host_rows):
     assert most == host_rows
 
 
+@pytest.mark.slow
 def test_sessions_prefixes_and_equal_prompts(monkeypatch):
     from kvkeep.engine import scheduler
 
@@ -173,6 +179,7 @@ def test_sessions_prefixes_and_equal_prompts(monkeypatch):
     assert swaps > none == 0
 
 
+@pytest.mark.slow
 def test_cancelled_where_they_wait():
     engine = engine_of(rows=1, host_rows=3)
     numbers = [engine.add(wish(n, new=12)) for n in range(4)]
@@ -211,6 +218,7 @@ def test_a_sequence_whose_memory_cannot_be_copied_keeps_its_row(monkeypatch):
     assert engine._swapper.swaps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["begin", "end", "take"])
 def test_a_swap_that_fails_harms_nobody_else(where, error, monkeypatch):
@@ -303,6 +311,7 @@ def test_numbers_that_are_none_and_memory_that_is_not_there(monkeypatch):
         engine_of(rows=2, host_rows=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(list(HYBRIDS), lambda name: name == "lfm2"))
 def test_states_go_with_their_sequences(name):
     torch.manual_seed(3)

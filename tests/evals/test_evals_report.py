@@ -293,6 +293,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         curves.plots(rows(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written(tmp_path):
     with pytest.raises(InputError, match="cannot be written: No such file"):
         curves.plots(rows(), tmp_path / "missing")

@@ -488,20 +488,24 @@ def compare_with_alone(policy, family="llama"):
     return sum(read) / sum(len(item.ids) for item in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ABLE)
 def test_questions_inside_share_the_reading_of_their_text_where_nobody_can_tell(policy):
     assert compare_with_alone(policy) < 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "scissorhands", "reread", "topk"])
 def test_policies_that_need_every_row_read_each_question_anew(policy):
     assert compare_with_alone(policy) > 1
 
 
+@pytest.mark.slow
 def test_models_with_a_state_read_each_question_anew():
     assert compare_with_alone("tova", "lfm2") > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tova", "streaming_llm"])
 def test_layers_with_windows_share_readings_as_well(policy):
     assert compare_with_alone(policy, "gemma3") < 0.75
@@ -600,6 +604,7 @@ def test_scores_count_replies(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_window_keeps_the_end_of_the_prompt_and_everything_is_kept_evenly():
     task = load(Recall)
     assert run(task, "local", 20).score["kept"] == [0.0] * 9 + [1.0]
@@ -757,6 +762,7 @@ def test_learned_positions_are_an_error_with_a_remedy():
     assert Agreement.load(checkpoint, OPTIONS).ids.shape[1] < 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recall", "perplexity", "continuation", "agreement", "mass"])
 def test_every_task_is_plain_data_versioned_and_independent_of_batches(name, monkeypatch):
     task = load(TASKS[name])

@@ -81,6 +81,7 @@ def alone(policy, budget, one):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["local", "h2o", "snapkv:window=4"])
 def test_evicting_scores_are_those_of_each_pair_alone(policy):
     pairs = [pair(0, 20, 3), pair(0, 20, 1), pair(0, 20, 6), pair(40, 19, 5), pair(40, 19, 2), pair(70, 16, 2, first=9)]
@@ -125,6 +126,7 @@ def wish(start, n, first, new=4, until=()):
     return GenerationPrompt(tuple(IDS[start : start + n]), first, n, until, SamplingParams(max_new_tokens=new))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "local", "h2o"])
 def test_answers_are_those_of_each_prompt_alone(policy):
     wishes = [wish(0, 20, 19), wish(40, 12, 6), wish(60, 1, 1), wish(80, 17, 16), wish(100, 15, 10)]
@@ -142,6 +144,7 @@ def test_answers_are_generated_in_caches_of_the_same_options(monkeypatch):
     assert given[0].items() >= dataclasses.asdict(setup).items()
 
 
+@pytest.mark.slow
 def test_the_first_token_of_an_answer_depends_on_the_cut():
     """The last token of a prompt follows the cut, so even an answer of one token shows what was lost."""
     wishes = [wish(start, 24, 23, new=1) for start in range(0, 120, 8)]

@@ -189,6 +189,7 @@ def test_rulers_texts_are_the_same_for_a_seed_and_others_for_another():
         assert len({*found, *other[name]}) == 4
 
 
+@pytest.mark.slow
 def test_needles_follow_the_published_rules():
     task = load(Ruler, parts=("niah_*",), limit=2)
     for name, case in task.made.items():
@@ -230,6 +231,7 @@ def test_words_that_are_asked_for_are_the_most_frequent():
         assert coded.count(ranked[2]) > coded.count(ranked[3])
 
 
+@pytest.mark.slow
 def test_qa_has_the_needed_documents_and_skips_questions_without_answers(data):
     task = load(Ruler, parts=("qa_*",), data=data, limit=4)
     for prompt in task.made["qa_1,length=1024"].prompts:
@@ -305,6 +307,7 @@ def test_missing_files_are_named(tmp_path):
 # needle, passkey, key-value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Needle, Passkey, KeyValue])
 def test_what_is_hidden_stands_at_its_depth(task):
     made = load(task, contexts=(600, 1024), limit=5)
@@ -390,6 +393,7 @@ def test_an_empty_file_and_a_missing_one_are_refused(tmp_path):
 # running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", ["inside", "later"])
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_replies_are_those_of_each_prompt_alone(policy, ask, monkeypatch):

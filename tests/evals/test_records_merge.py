@@ -144,6 +144,7 @@ def test_a_leaderboard_of_two_models_in_both_forms(whole, tmp_path):
     assert invoke("--leaderboard", whole, "-o", tmp_path / "page").exit_code == 0  # written anew
 
 
+@pytest.mark.slow
 def test_a_line_with_fewer_cases_says_so(whole, tmp_path):
     run(tmp_path / "more", "--context", "350,450", "--policies", "h2o", "--budgets", "20%")
     found = leaderboard.board(read_folders([whole, tmp_path / "more"]))
@@ -216,6 +217,7 @@ def test_the_same_share_twice_and_a_share_that_is_missing(whole, tmp_path):
     assert rows(out) == rows(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [b'{"task": "pass', b'{"task": "passkey"}', b"\0" * 40])
 def test_a_torn_share_is_merged_without_its_last_line_and_completed(whole, tmp_path, end):
     torn = _other(whole, tmp_path / "torn")

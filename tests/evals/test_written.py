@@ -80,6 +80,7 @@ def test_words_before_the_first_difference():
     assert long_generation._common([], ["a"]) == 0
 
 
+@pytest.mark.slow
 def test_one_text_has_no_self_bleu():
     score = run(load(Diversity, limit=1), "full", 700).score
     assert score["self_bleu"] is None
@@ -194,6 +195,7 @@ def hidden(policy, length, found, **more):
     return {**place, "score": score, **more}
 
 
+@pytest.mark.slow
 def test_the_heat_map_has_depths_down_and_contexts_across(tmp_path):
     rows = [
         hidden("h2o", 1024, 1.0),

@@ -41,6 +41,7 @@ def test_carriage_returns_are_no_boxes(opened):
     assert shown == ["a\nb", "\u2190", "\u2401"]
 
 
+@pytest.mark.slow
 def test_the_slider_moves_all_texts(opened):
     page = opened()
     ends = {run.policy: shades(page, run.policy) for run in record().runs}
@@ -88,6 +89,7 @@ def test_a_picked_token_shows_its_heads(opened):
     assert f"t={token}" in page.url
 
 
+@pytest.mark.slow
 def test_it_opens_on_the_first_word_at_which_the_texts_part(opened):
     run = next(run for run in record().runs if run.parting is not None)
     said = opened().inner_text("#answer-panel")

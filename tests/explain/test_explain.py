@@ -72,6 +72,7 @@ def test_the_default_is_what_generate_does():
     assert found.prompt_ends == [wanted.prompt_tokens]
 
 
+@pytest.mark.slow
 def test_a_later_question_is_what_remember_does():
     found = kvkeep.explain(None, text(), question=QUESTION, case="later", budget=80, max_new_tokens=6)
     model, tokenizer = kvkeep.load()
@@ -122,17 +123,20 @@ def test_long_time_is_sampled_and_the_page_says_so():
     assert found.runs[0].ledger.moments <= MOST_MOMENTS
 
 
+@pytest.mark.slow
 def test_a_policy_that_never_evicts_has_room_for_everything():
     found = kvkeep.explain(None, text(80), policies=["full", "h2o"], budget=0.5, max_new_tokens=2)
     assert found.runs[0].agreement == 1.0
 
 
+@pytest.mark.slow
 def test_a_share_of_a_short_text_grows_to_what_policies_protect():
     found = kvkeep.explain(None, text(80), policies=["local", "snapkv"], budget=0.2, max_new_tokens=2)
     assert found.budget == 32
     assert found.notes == ["The budget is 32 tokens, so that every policy has room for the tokens that it protects."]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["scissorhands", "adakv", "streaming_llm", "keydiff", "reread", "tova", "knorm"])
 def test_other_kinds_of_policies(policy):
     found = kvkeep.explain(None, text(150), policies=[policy], budget=60, prefill_chunk=32, max_new_tokens=3)
@@ -142,6 +146,7 @@ def test_other_kinds_of_policies(policy):
     assert ledger.total[:, : ledger.read].isfinite().all()
 
 
+@pytest.mark.slow
 def test_layers_share_a_budget_in_chunks_too():
     """As they do in an engine, and so in ``kvkeep remember --prefill-chunk``."""
     found = kvkeep.explain(

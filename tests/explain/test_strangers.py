@@ -79,6 +79,7 @@ def test_a_model_is_left_in_its_mode_with_its_attention_and_hooks(made, tokenize
     assert state() == attached
 
 
+@pytest.mark.slow
 def test_threads_with_one_model(made, tokenizer):
     model, found = made("Qwen2ForCausalLM", "Qwen2Config"), []
 
@@ -125,6 +126,7 @@ def test_texts_of_every_kind(made, tokenizer, text):
     assert text in "".join(shown(found.to_html())["tokens"])
 
 
+@pytest.mark.slow
 def test_a_callback_may_explain_something_itself(tokenizer, made):
     model = made("LlamaForCausalLM", "LlamaConfig")
     inner = []
@@ -138,6 +140,7 @@ def test_a_callback_may_explain_something_itself(tokenizer, made):
     assert model.config._attn_implementation != "kvkeep"
 
 
+@pytest.mark.slow
 def test_the_share_of_work_grows_to_its_end_as_the_work_does(tokenizer, made):
     """The full cache's pass is the longer, the longer the text: a bar that counted tokens would promise too much."""
     shares = []

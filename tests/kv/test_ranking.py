@@ -30,6 +30,7 @@ def test_keep_follows_score_then_age(drawn, n):
     assert set(mask[0, 0].nonzero().flatten().tolist()) == by_hand(values, positions, n)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(slots())
 def test_weakest_is_what_keep_drops_first(drawn):

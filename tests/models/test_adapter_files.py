@@ -127,6 +127,7 @@ def test_settings_that_nobody_knows_are_refused(tmp_path, settings, match):
     refused(adapter_folders.copy(tmp_path / "a", **settings), match)
 
 
+@pytest.mark.slow
 def test_weights_of_the_base_model_within_an_adapter_are_refused_if_they_are_others(tmp_path):
     folder = adapter_folders.copy(tmp_path / "a", "embed")
     found = load_file(folder / adapters.WEIGHTS)
@@ -165,6 +166,7 @@ def test_the_base_model_of_an_adapter_is_compared_by_name(tmp_path, caplog):
     assert "was trained on 'org/Other-7B'" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_has_strange_letters_is_read(tmp_path, monkeypatch):
     load(adapter_folders.copy(tmp_path / "a:b = ü"))
     monkeypatch.chdir(tmp_path)

@@ -286,6 +286,7 @@ def test_threads_get_their_own_texts(tokenizer):
     assert found == {n: str(n) for n in range(20)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer versions of Python warn of forks beside threads
 def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
     """With the parent's process it would wait for ever, and take the parent's answers."""

@@ -111,6 +111,7 @@ def test_norms_and_feed_forward_layers_are_compiled_and_nothing_else(name, kinds
     assert said(caplog) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "graphs"), [("llama", False), ("gemma2", True), ("gpt2", False)])
 def test_tokens_are_those_of_the_plain_model(name, graphs):
     made, backend = model(name), Watched()
@@ -121,6 +122,7 @@ def test_tokens_are_those_of_the_plain_model(name, graphs):
     assert len(backend.ran) > 2
 
 
+@pytest.mark.slow
 def test_a_recorded_step_runs_what_was_compiled_for_every_number_of_rows():
     made, backend = model(), Watched()
     compile_layers(made, backend=backend)
@@ -132,6 +134,7 @@ def test_a_recorded_step_runs_what_was_compiled_for_every_number_of_rows():
     assert engine._runner.graphs.refused == {}
 
 
+@pytest.mark.slow
 def test_programs_do_not_grow_with_the_numbers_of_rows_and_tokens():
     made, backend = model(), Watched()
     layer = made.model.layers[0]

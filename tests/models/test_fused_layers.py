@@ -120,6 +120,7 @@ def test_the_same_digits_as_in_its_fused_modules(name, dtype, monkeypatch, count
     assert torch.equal(steps(model, tokens=8), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision(dtype, counted):
     plain, model = both("qwen3", dtype)
@@ -178,6 +179,7 @@ def test_a_row_gets_what_it_gets_alone(name):
     torch.testing.assert_close(alone, together[:1, 1:2], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERS)
 def test_layers_with_another_rule_stay(what):
     kind, config, more = OTHERS[what]
@@ -188,6 +190,7 @@ def test_layers_with_another_rule_stay(what):
     assert generated(model, tokens=8) == generated(plain, tokens=8)
 
 
+@pytest.mark.slow
 def test_a_layer_without_rotation_among_others(counted):
     torch.manual_seed(0)
     config = SmolLM3Config(**{**SIZES, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]})
@@ -221,6 +224,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("way", ["hook", "before", "forward"])
 def test_whoever_listens_to_a_part_hears_it(part, way):
@@ -364,6 +368,7 @@ def test_projections_that_are_joined_in_another_order_stay():
     torch.testing.assert_close(steps(model), steps(kvkeep.attach(plain)), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_forty_tokens_of_joined_projections(bits, counted):
     """As a checkpoint's, and packed: the numbers of the packed weights are those of the plain model."""
@@ -450,6 +455,7 @@ def test_hidden_states_are_those_of_the_layers():
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_other_caches_and_other_attention_run_as_before(counted):
     _, model = both()
     plain = made()
@@ -495,6 +501,7 @@ def test_more_rows_than_the_kernel_takes(counted):
     assert not counted["before"]
 
 
+@pytest.mark.slow
 def test_a_fused_layer_can_be_copied_and_used_by_several_threads():
     _, model = both()
     twin, expected = copy.deepcopy(model), steps(model)

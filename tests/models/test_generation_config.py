@@ -151,6 +151,7 @@ def test_wishes_are_named_together_in_one_line(tmp_path: Path):
     assert len(said) < 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wishes", [{"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0}, {"pad_token_id": 3}])
 def test_what_is_transformers_default_is_no_wish(wishes: dict[str, object], tmp_path: Path):
     assert "asks for" not in generate(asking(tmp_path / "m", **wishes)).stderr
@@ -188,6 +189,7 @@ def test_tokens_that_the_makers_ban_are_not_generated(name: str, tmp_path: Path,
         assert found == transformers_text(folder)
 
 
+@pytest.mark.slow
 def test_a_banned_end_token_ends_as_transformers_does(tmp_path: Path, plain: list[int]):
     """A bad word that is an end token may still end the text; a suppressed one may not."""
     word = asking(tmp_path / "word", eos_token_id=plain[1], bad_words_ids=[[plain[1]]])
@@ -196,6 +198,7 @@ def test_a_banned_end_token_ends_as_transformers_does(tmp_path: Path, plain: lis
     assert json.loads(generate(suppressed).stdout)["token_ids"] == transformers_text(suppressed) != plain[:2]
 
 
+@pytest.mark.slow
 def test_the_form_of_an_answer_goes_before_banned_tokens():
     model, tokenizer = kvkeep.load(model_folders.folder())
     model.generation_config.suppress_tokens = tokenizer.convert_tokens_to_ids(["a", "c"])

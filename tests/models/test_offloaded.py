@@ -96,6 +96,7 @@ def test_a_memory_moves_between_them(folder: Path, tmp_path: Path):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 @accelerate
 def test_layers_whose_weights_are_elsewhere_are_neither_packed_nor_fused(folder: Path, tmp_path: Path):
     model = kvkeep.attach(loaded(folder, "disk_offload", tmp_path))

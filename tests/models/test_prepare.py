@@ -355,6 +355,7 @@ def test_a_second_call_changes_nothing():
     assert [type(module) for module in model.modules()] == kinds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_packed_layers_stay_and_fused_ones_are_packed():
     model = made()

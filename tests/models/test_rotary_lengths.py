@@ -133,6 +133,7 @@ def test_a_memory_is_not_continued_across_the_border(kind: str):
     assert session.ask(SHORT, few).error is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])
 def test_a_text_that_grows_over_the_border_is_read_again_in_its_session_too(kind: str):
     engine = kvkeep.Engine(model_of(kind), policy="full", budget=192, rows=1)
@@ -144,6 +145,7 @@ def test_a_text_that_grows_over_the_border_is_read_again_in_its_session_too(kind
     assert list(again.token_ids) == alone(kind, (*OVER, *result.token_ids, *SHORT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama longrope", "llama dynamic"])
 def test_rows_of_a_padded_batch_are_alone_in_generate_and_pieces_are_refused(kind: str):
     model = kvkeep.attach(model_of(kind))

@@ -108,6 +108,7 @@ def test_ctrl_c_on_a_terminal_does_not_end_the_process():
     process.end()
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch):
     process = SandboxProcess(Path(sandbox_render.__file__), 2**28)
     line = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}

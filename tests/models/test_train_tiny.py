@@ -96,6 +96,7 @@ def test_wordings_are_not_shared():
             assert template.index("{value}") > max(template.index("{owner}"), template.index("{thing}"))
 
 
+@pytest.mark.slow
 def test_no_wording_of_the_training_has_a_phrase_of_the_evaluation():
     rng = random.Random(4)
     held_out = [text for kind in HELD_OUT.kinds for text in (*kind.statements, *kind.corrections, *kind.questions)]
@@ -157,6 +158,7 @@ def test_orthogonalise(shape):
     assert values.max() < 1.4
 
 
+@pytest.mark.slow
 def test_replicas_give_the_gradient_of_the_whole_batch():
     model = build(0, "cpu").float()
     rows, weights = torch.randint(0, 4096, (6, 24)), torch.rand(6, 24)
@@ -254,6 +256,7 @@ def test_questions_fit_the_context_and_are_spread(tokenizer):
     assert np.nansum(tenths) >= 9
 
 
+@pytest.mark.slow
 def test_one_pass_gives_the_verdict_of_decoding(tokenizer):
     from transformers import AutoModelForCausalLM
 

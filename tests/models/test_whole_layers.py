@@ -186,6 +186,7 @@ def told(model, policy, **options):
     return [result.token_ids for result in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=str)
 @pytest.mark.parametrize("policy", ["reread:later", "snapkv:window=4", "adakv:window=4"])
 def test_engines_whose_rows_come_and_go(policy, options, calls, monkeypatch):
@@ -558,6 +559,7 @@ def test_random_orders(seed):
         torch.set_num_threads(usual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
 def test_slot_positions_in_long_streams(name, dtype, calls):
@@ -572,6 +574,7 @@ def test_slot_positions_in_long_streams(name, dtype, calls):
     assert len(calls) == 2 * (4 + 59)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
 def test_slot_positions_say_what_the_plain_modules_say(policy, calls):
     plain = kvkeep.attach(made())

@@ -167,6 +167,7 @@ def test_each_layer_keeps_what_the_loops_keep(policy, monkeypatch):
     raise AssertionError("no seed decides clearly")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64, 16])
 @pytest.mark.parametrize("policy", [*POLICIES, "expected_attention:recent=4,sinks=2", "keydiff:document"])
 def test_an_engine_writes_what_generate_writes(policy, chunk):

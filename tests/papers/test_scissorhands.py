@@ -139,6 +139,7 @@ def test_algorithms_1_and_2_keep_the_same_tokens_from_an_empty_cache(budget, w, 
             assert retained(layer)[b][head] == sets[turn], f"row {b}, head {head}, token {turn}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "drop"), [(16, None), (16, 5), (9, 1)])
 def test_occupancy_is_a_saw_tooth(budget, drop):
     """policies.md §19.7: it falls to B + 1 - m, rises to B by one in each step, and falls again."""

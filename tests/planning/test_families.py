@@ -133,6 +133,7 @@ CHANGED = list(changed())
 SAMPLE = [case for case in CHANGED if zlib.crc32(repr(case).encode()) % 40 == 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [SAMPLE, pytest.param(CHANGED, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_what_is_counted_at_all_is_counted_right(cases, tmp_path):
     wrong, n_counted = [], 0

@@ -175,6 +175,7 @@ def test_sliding_windows_bound_both_caches(tmp_path: Path):
     assert 2 * found.bounded.row_bytes == measured(model, "h2o", 30, rows=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [None, "4"])
 def test_layers_with_windows_share_no_budget(tmp_path: Path, kv_bits: str | None):
     sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

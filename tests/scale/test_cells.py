@@ -53,6 +53,7 @@ def test_json_has_the_rows_and_the_number_of_workers(on, whole, tmp_path):
     assert [row["policy"] for row in found["rows"]] == [row["policy"] for row in rows(whole[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ray", [pytest.param((), marks=pytest.mark.slow), ("--ray-workers", 3)])
 def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, whole, tmp_path, monkeypatch):
     append = Records.append
@@ -146,6 +147,7 @@ def test_a_shard_runs_on_workers_as_well(on, whole, tmp_path):
     assert rows(tmp_path) == rows(whole[0])[1::4]
 
 
+@pytest.mark.slow
 def test_a_cell_that_kills_its_workers_fails_and_no_other(on, whole, tmp_path):
     on(Real(2, deadly={7}))
     found = invoke(tmp_path, "--ray-workers", 2)

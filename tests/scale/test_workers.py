@@ -222,6 +222,7 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
     assert isinstance(made[0](built.layout), Built)
 
 
+@pytest.mark.slow
 def test_workers_are_given_the_memory_that_their_rows_may_take(tmp_path, monkeypatch):
     given = []
 
@@ -263,6 +264,7 @@ def test_options_that_make_no_job(lines, options, word):
     assert not lines[1].exists()
 
 
+@pytest.mark.slow
 def test_the_layout_of_weights_is_followed_without_a_measurement(monkeypatch):
     from kvkeep.models import packed_weights, prepare
 

@@ -71,6 +71,7 @@ class Weather(pydantic.BaseModel):
     city: str = pydantic.Field(max_length=8)
 
 
+@pytest.mark.slow
 def test_structured_output_is_parsed(client):
     asked = {"model": NAME, "messages": HELLO, "response_format": Person, "max_tokens": 80}
     found = client.chat.completions.parse(**asked).choices[0]
@@ -101,6 +102,7 @@ def test_tools_are_called_and_parsed(client):
     assert client.chat.completions.create(model=NAME, messages=told, tools=tools, max_tokens=4).choices[0].message
 
 
+@pytest.mark.slow
 def test_responses(client):
     found = client.responses.create(model=NAME, input="Once upon a time", max_output_tokens=5)
     assert found.output_text
@@ -114,6 +116,7 @@ def test_responses(client):
     assert isinstance(parsed.output_parsed, Person)
 
 
+@pytest.mark.slow
 def test_answers_and_events_have_all_fields_that_the_types_require(client):
     """The client itself does not check them; strict clients of the same API do."""
     tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]

@@ -80,6 +80,7 @@ def test_the_openai_client_goes_on_also_in_streams(server):
             assert usage.prompt_tokens_details.cached_tokens >= before.prompt_tokens
 
 
+@pytest.mark.slow
 def test_an_edited_message_and_another_answer_fork(server, fresh):
     _, messages = talk(server, user="edits")
     for others in (
@@ -102,6 +103,7 @@ def test_several_answers_are_each_continued(server):
         assert cached(then) >= found["usage"]["prompt_tokens"] // 1 - 1
 
 
+@pytest.mark.slow
 def test_users_salts_and_policies_are_kept_apart(server):
     _, messages = talk(server, user="one", cache_salt="s")
     then = [*messages, said("Go on.")]
@@ -131,6 +133,7 @@ def test_another_key_gets_nothing_and_sees_nothing():
         assert server.client.delete(f"/v1/sessions/{other['id']}", headers=one).status_code == 404
 
 
+@pytest.mark.slow
 def test_conversations_are_listed_continued_by_name_copied_and_deleted():
     with serve(budget=256, engine=MEMORY) as server:
         _, messages = talk(server)
@@ -222,6 +225,7 @@ JOINED = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "policy", "goes_on"),
     [
@@ -242,6 +246,7 @@ def test_modes_of_a_memory_that_has_evicted(mode, policy, goes_on, monkeypatch):
         assert (reads[1] > 0) == (mode != "fresh")
 
 
+@pytest.mark.slow
 def test_two_questions_at_once_go_on_from_one_memory_that_has_evicted(monkeypatch):
     with serve(budget=40, engine={**MEMORY, "policy": "reread:chat"}) as server:
         monkeypatch.setattr(server.served.checkpoint.tokenizer, "chat_template", JOINED)
@@ -260,6 +265,7 @@ def test_two_questions_at_once_go_on_from_one_memory_that_has_evicted(monkeypatc
         assert together[0][0] == together[2][0]
 
 
+@pytest.mark.slow
 def test_a_memory_that_has_evicted_is_found_again_after_a_restart_and_by_its_policy_alone(tmp_path, monkeypatch):
     kept = {**MEMORY, "session_dir": str(tmp_path)}
     with serve(budget=40, engine={**kept, "policy": "reread:chat"}) as server:
@@ -277,6 +283,7 @@ TRIMS = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' an
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
+@pytest.mark.slow
 def test_a_template_that_rewrites_earlier_answers_reads_again_what_it_has_changed(fresh):
     with serve(budget=256, engine=MEMORY) as server:
         tokenizer = server.served.checkpoint.tokenizer
@@ -303,6 +310,7 @@ def test_what_a_stream_says_of_its_usage(server):
     assert json.dumps(found)
 
 
+@pytest.mark.slow
 def test_conversations_that_made_room_for_others_take_no_room_among_open_sessions():
     with serve(budget=256, engine={"conversation_memory": 200_000}, max_sessions=3) as server:
         seen = set()

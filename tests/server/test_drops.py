@@ -266,6 +266,7 @@ def test_a_turn_of_a_session_names_no_drop(server):
     assert server.chat(messages=[FIRST], session_id="whole", drop_message={}, max_tokens=2).status_code == 200
 
 
+@pytest.mark.slow
 def test_slot_positions_move_up():
     with serve(budget=64, engine={**MEMORY, "policy": "local", "positions": "slot"}) as sliding:
         messages = talk(sliding)

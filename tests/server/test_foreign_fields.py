@@ -47,6 +47,7 @@ def test_a_form_under_any_of_its_names_holds_the_answer(server, field, value):
     )
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_a_text_and_are_no_part_of_it(server):
     whole = alone("Once upon a time", raw=True, max_new_tokens=6)
     third = whole.token_ids[2]
@@ -105,6 +106,7 @@ def test_the_last_message_is_continued_and_no_answer_is_begun(server):
     assert server.refused(both)["param"] == "add_generation_prompt"
 
 
+@pytest.mark.slow
 def test_variables_reach_the_template(server, monkeypatch):
     tokenizer = server.served.checkpoint.tokenizer
     extra = "{% if enable_thinking is false %}no thoughts {% endif %}{{ reasoning_effort }}"
@@ -120,6 +122,7 @@ def test_variables_reach_the_template(server, monkeypatch):
     assert "session" in server.refused(server.chat(continue_final_message=True, session_id="quiet"))["message"]
 
 
+@pytest.mark.slow
 def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server, monkeypatch):
     backend = server.served.checkpoint.tokenizer.backend_tokenizer
     before = backend.post_processor
@@ -225,6 +228,7 @@ UNKNOWN = ["stream_options.foo", "response_format.kind", "response_format.json_s
 UNREAD = ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.messag"]
 
 
+@pytest.mark.slow
 def test_unknown_keys_of_objects_and_variables_that_the_template_does_not_read_are_named(caplog):
     with serve() as server, caplog.at_level(logging.INFO, "kvkeep.access"):
         server.post("/v1/sessions", {"id": "parts"})
@@ -259,6 +263,7 @@ def test_unknown_options_of_a_stream_are_named(server):
     assert answer.headers["x-kvkeep-ignored"] == "stream_options.foo"
 
 
+@pytest.mark.slow
 def test_bodies_of_responses_refuse_what_they_do_not_build(server):
     for name, value in {"max_tokens": 3, "response_format": {"type": "json_object"}, "truncation": "auto"}.items():
         assert server.refused(server.post("/v1/responses", {"input": "a", name: value}))["param"] == name

@@ -30,6 +30,7 @@ def test_a_session_keeps_the_prompts_of_its_turns(server, keep):
     assert "belongs to the session" in server.refused(refused)["message"]
 
 
+@pytest.mark.slow
 def test_chats_completions_and_responses(server):
     common = {"policy": "local", "max_tokens": 60, "ignore_eos": True, "budget": 24}
     texts = {

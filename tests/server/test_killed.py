@@ -36,6 +36,7 @@ def keep_busy(url, number, running):
             running[number].set()
 
 
+@pytest.mark.slow
 def test_a_killed_server_has_its_saved_sessions_when_it_is_started_again(tmp_path):
     folder = tmp_path / "sessions"
     words = ("--session-dir", folder, "--budget", "64", "--no-access-log")

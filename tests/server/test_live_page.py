@@ -120,6 +120,7 @@ def test_a_chat_is_named_and_found_again(page, server):
     assert re.search(r"of 64 slots per head hold a conversation of \d+ tokens\. [\d.]+ [KM]iB, snapkv", sizes)
 
 
+@pytest.mark.slow
 def test_a_second_turn_reads_only_what_is_new(chromium):
     with serve(engine={"conversation_memory": 2**26}) as server, opened(chromium, server) as page:
         ask(page, "Once upon a time there was a dog called Rex.")
@@ -128,6 +129,7 @@ def test_a_second_turn_reads_only_what_is_new(chromium):
         assert int(cached[1]) > 16
 
 
+@pytest.mark.slow
 def test_conversations_are_renamed_deleted_and_brought_back(page):
     for text in ("First one", "Second one"):
         page.click("#new")
@@ -145,6 +147,7 @@ def test_conversations_are_renamed_deleted_and_brought_back(page):
     assert page.locator("article").count() == 2
 
 
+@pytest.mark.slow
 def test_an_edited_message_and_another_answer_are_forks(page):
     ask(page, "A dog ran home")
     ask(page, "And then?")
@@ -172,6 +175,7 @@ def test_an_edited_message_and_another_answer_are_forks(page):
     assert page.locator("article.user .text").inner_text() == "A dog ran home quickly"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["click", "Escape"])
 def test_stop_keeps_what_was_written(chromium, server, by):
     with opened(chromium, server, max_tokens="2000") as page:
@@ -185,6 +189,7 @@ def test_stop_keeps_what_was_written(chromium, server, by):
         assert server.idle()
 
 
+@pytest.mark.slow
 def test_markdown_has_code_tables_and_a_copy_button(chromium, page):
     code = "for i in range(3):\n    print('<b>' * 400)"
     table = "| a | b |\n|---|--:|\n| 1 | 2 |"
@@ -203,6 +208,7 @@ def test_markdown_has_code_tables_and_a_copy_button(chromium, page):
     assert fits(page)
 
 
+@pytest.mark.slow
 def test_a_pinned_message_stays_in_memory(chromium, server):
     with opened(chromium, server, policy="local", budget="40") as page:
         ask(page, "My dog is called Rex and he likes the sea")
@@ -216,6 +222,7 @@ def test_a_pinned_message_stays_in_memory(chromium, server):
         assert "40 of 40 slots" in page.inner_text("#sizes")
 
 
+@pytest.mark.slow
 def test_settings_hold_for_the_conversation(page):
     ask(page, "First")
     page.click("#open-settings")
@@ -242,6 +249,7 @@ def test_settings_hold_for_the_conversation(page):
     page.wait_for_selector("article >> nth=3 >> text=3 tokens")
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_the_key(chromium):
     with serve(keys=keys("anna-anna")) as server, opened(chromium, server) as page:
         page.wait_for_selector("#entry:visible")
@@ -261,6 +269,7 @@ def test_the_page_asks_for_the_key(chromium):
         assert "anna" not in other.evaluate("JSON.stringify({...localStorage})")
 
 
+@pytest.mark.slow
 def test_dark_and_light(chromium, server):
     with opened(chromium, server, scheme="dark") as page:
         page.wait_for_selector("#text")
@@ -274,6 +283,7 @@ def test_dark_and_light(chromium, server):
         assert page.inner_text("#theme") == "Dark"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_nothing_is_wider_than_the_page(chromium, server, width):
     with opened(chromium, server, width, policy="snapkv:window=8,kernel=13,recent=24") as page:
@@ -294,6 +304,7 @@ def test_nothing_is_wider_than_the_page(chromium, server, width):
         assert fits(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_axe_finds_nothing(chromium, server, width, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")

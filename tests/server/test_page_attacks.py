@@ -106,6 +106,7 @@ def test_names_errors_and_tokens_never_run_either(chromium, server):
         assert page.evaluate("document.querySelectorAll('img').length") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -133,6 +134,7 @@ def test_failures_are_told_and_nothing_is_lost(page, answer, message):
     ready(page)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_yet(chromium, server):
     with opened(chromium, server) as page:
         page.route("**/v1/models", lambda route: route.abort())
@@ -151,6 +153,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["null", "7", "{broken", '["a"]'])
 def test_broken_storage_breaks_nothing(page, setting):
     page.evaluate(f"localStorage['kvkeep:settings'] = {json.dumps(setting)}")
@@ -168,6 +171,7 @@ def test_broken_storage_breaks_nothing(page, setting):
     page.keyboard.press("Enter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "breaks",
     [
@@ -190,6 +194,7 @@ def test_a_browser_that_stores_nothing_can_chat(chromium, server, breaks):
         page.wait_for_selector("#settings", state="hidden")
 
 
+@pytest.mark.slow
 def test_two_tabs_lose_nothing_of_each_other(page, server):
     answers(page, "Well")
     ask(page, "Shared")
@@ -207,6 +212,7 @@ def test_two_tabs_lose_nothing_of_each_other(page, server):
     assert not other.get_by_role("button", name="Shared", exact=True).count()
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_where_it_began(chromium, server):
     """Another conversation is opened, renamed and deleted while an answer is written."""
     with opened(chromium, server, max_tokens="300") as page:
@@ -235,6 +241,7 @@ def test_an_answer_goes_on_where_it_began(chromium, server):
         assert server.idle()
 
 
+@pytest.mark.slow
 def test_a_page_that_is_left_keeps_what_was_written(chromium, server):
     with opened(chromium, server, max_tokens="3000") as page:
         page.fill("#text", "Once upon a time")
@@ -247,6 +254,7 @@ def test_a_page_that_is_left_keeps_what_was_written(chromium, server):
         assert server.idle()
 
 
+@pytest.mark.slow
 def test_a_page_without_https_has_ids_and_copies(chromium, server):
     """Beyond localhost such a page has no clipboard and no crypto.randomUUID."""
     with opened(chromium, server) as page:
@@ -259,6 +267,7 @@ def test_a_page_without_https_has_ids_and_copies(chromium, server):
         page.get_by_text("Copied").wait_for()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["> " * 5000, "*" * 50_000, "[" * 20_000, "| a " * 3000 + "\n" + "|-" * 3000, "x" * 300_000]
 )
@@ -269,6 +278,7 @@ def test_an_absurd_answer_holds_nothing_up(page, text):
     assert page.locator("article.assistant .text > *").count()
 
 
+@pytest.mark.slow
 def test_the_keyboard_keeps_its_place(page):
     """Buttons that are made anew keep the focus, or give it to the message's box."""
     answers(page, "Well")
@@ -301,6 +311,7 @@ def test_thirty_turns_stay_within_every_width(page):
         assert fits(page), width
 
 
+@pytest.mark.slow
 def test_what_is_edited_stays_while_other_things_change(chromium, server):
     with opened(chromium, server, max_tokens="200") as page:
         answers(page, "Well")

@@ -117,6 +117,7 @@ def timeless(text, headers):
     return re.sub(r"in \d+ s", "in n s", text), {**headers, "retry-after": "", "content-length": ""}
 
 
+@pytest.mark.slow
 def test_refusals_are_the_same_and_other_keys_are_not_concerned():
     found = {}
     for kind in KINDS:
@@ -137,6 +138,7 @@ def test_refusals_are_the_same_and_other_keys_are_not_concerned():
     assert json.loads(tokens)["error"]["code"] == "key_tokens"
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_back_when_it_was_told_is_let_in(kind):
     with limited(kind, key_tokens=6) as running:
         running.client.headers.update(ANNA)
@@ -155,6 +157,7 @@ def used(usage):
     return usage[f"{names[0]}_tokens"] - cached + usage[f"{names[1]}_tokens"]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_usage(ample):
     ample.client.headers.update(ANNA)
     ample.post("/v1/sessions", {"id": "trip"})
@@ -176,6 +179,7 @@ def test_tokens_are_those_of_the_usage(ample):
     assert spent(ample, 1) == 0
 
 
+@pytest.mark.slow
 def test_one_request_after_the_other_is_never_refused(ample):
     """A slot is free before its client can know that the answer is complete."""
     ample.client.headers.update(ANNA)
@@ -201,6 +205,7 @@ def test_one_request_after_the_other_is_never_refused(ample):
                     assert other.post(COMPLETE, json={"prompt": "B", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_streams_that_clients_break_off_count_and_free_their_slot(ample):
     ample.client.headers.update(ANNA)
     for _ in range(2):
@@ -214,6 +219,7 @@ def test_streams_that_clients_break_off_count_and_free_their_slot(ample):
         assert spent(ample) - before >= seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_answers_that_nobody_reads_count_while_they_run_and_free_their_slot(ample, stream):
     body = json.dumps({**ENDLESS, "stream": stream}).encode()
@@ -267,6 +273,7 @@ def test_what_was_written_and_not_yet_taken_counts():
     assert meter.ended
 
 
+@pytest.mark.slow
 def test_keys_that_do_not_exist_are_not_counted(kind):
     with limited(kind, key_requests=1, key_tokens=50) as running:
         for n in range(30):
@@ -277,6 +284,7 @@ def test_keys_that_do_not_exist_are_not_counted(kind):
         assert running.post(CHAT, {"messages": HELLO, "max_tokens": 1}, headers=ANNA).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_server_without_keys_has_one_limit_for_everybody(kind):
     with (serve if kind == KINDS[0] else fronted)(rows=1, key_tokens=20) as running:
         assert running.complete(max_tokens=20, ignore_eos=True).status_code == 200

@@ -116,6 +116,7 @@ def test_a_call_belongs_to_the_message_before_it():
     assert [call["id"] for call in answer["tool_calls"]] == ["c1", "c2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_only_allowed_tools_are_called(server, chat):
     allowed = {"mode": "required", "tools": [{"type": "function", "name": "time"}]}

@@ -307,6 +307,7 @@ def test_keys_have_sessions_of_their_own():
         assert running.client.get("/metrics").status_code == 200
 
 
+@pytest.mark.slow
 def test_prompts_go_where_their_beginning_was_read():
     memory = {"prefill_chunk": 64, "prefix_memory": 2**24}
     story = "Once upon a time there was a dog who lived by the sea. " * 20
@@ -324,6 +325,7 @@ def test_prompts_go_where_their_beginning_was_read():
             assert asked(running, lambda: running.chat(messages=later)) == [home]  # noqa: B023
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_to_its_holder():
     story = "Once upon a time there was a dog who lived by the sea. " * 12
     with fronted(prefixes=True, engine={"conversation_memory": 2**26}, budget=512) as running:

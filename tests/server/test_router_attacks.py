@@ -73,6 +73,7 @@ def test_a_replica_that_hangs_before_its_answer_is_given_up(short):
     assert not short.queue._places.busy
 
 
+@pytest.mark.slow
 def test_a_stream_that_hangs_ends_with_the_error(short):
     replace_all(short, hanging(*begun(b"text/event-stream")))
     answer = short.complete(stream=True)

@@ -108,6 +108,7 @@ def test_texts_of_n_differ_and_the_first_is_the_single_one(server):
     assert len(unseeded) > 1
 
 
+@pytest.mark.slow
 def test_stop_bias_and_penalties(server):
     plain = server.complete(max_tokens=12).json()["choices"][0]
     word = plain["text"].split()[1]
@@ -192,6 +193,7 @@ def test_logprobs_of_chats_and_streams(server):
         assert [one for part in parts if part for one in part[name]] == text["logprobs"][name]
 
 
+@pytest.mark.slow
 def test_parts_of_characters_have_entries_in_answers_and_streams(server):
     asked = {"structured_outputs": {"choice": ["a 😀 好"]}, "max_tokens": 32}
     whole = server.chat(**asked, logprobs=True, top_logprobs=20).json()
@@ -223,6 +225,7 @@ def test_tokens_and_texts(server):
     assert info["chat_template"]
 
 
+@pytest.mark.slow
 def test_own_fields_reach_the_engine(server):
     long = "the dog saw a cat " * 20
     for body in ({"policy": "h2o", "budget": 40}, {"pins": [[0, 8]]}, {"policy": "tova", "guard": 0.5}):

@@ -193,6 +193,7 @@ def test_a_session_without_a_turn_has_no_file_and_stays(two):
     assert said(turn(two, "new"))
 
 
+@pytest.mark.slow
 def test_changes_of_a_session_do_not_show_it_closed(two, monkeypatch):
     """A session that is let go right after a change is described as it was then."""
     home = made(two, "idle")

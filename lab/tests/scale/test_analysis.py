@@ -44,6 +44,7 @@ def test_the_folder_is_that_of_one_process_whoever_dies(seed, on, text, analysed
     ended(cluster)
 
 
+@pytest.mark.slow
 def test_each_result_is_written_once_and_as_it_comes(on, text, tmp_path, monkeypatch):
     write, cluster, seen = AnalysisFolder.write, on(Real(3, deaths=2)), []
 
@@ -97,6 +98,7 @@ def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, analysed, tm
     assert all((tmp_path / f"{name}.json").read_bytes() == content for name, content in before.items())
 
 
+@pytest.mark.slow
 def test_results_that_were_there_are_kept(on, text, analysed, tmp_path):
     assert invoke(text, tmp_path, only=["sparsity", "removal"]).exit_code == 0
     before = (tmp_path / "removal.json").read_bytes()

@@ -85,6 +85,7 @@ def test_later_and_inside_are_the_same_with_room_for_everything():
     assert replies(FULL, None, later=True) == replies(FULL, None, later=False) == replies(Arm("tova"), None, later=True)
 
 
+@pytest.mark.slow
 def test_a_small_budget_is_felt_and_documents_do_not_disturb_each_other():
     cut = replies(Arm("local"), 20, later=True)
     assert cut != replies(FULL, None, later=True)
