@@ -29,6 +29,7 @@ from lib import report
 
 import kvkeep
 from kvkeep.errors import BudgetError
+from kvkeep.evals.arms import split_policies
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.models.tokenization import Writer
@@ -45,11 +46,12 @@ POLICIES = (
 
 def arms(options: argparse.Namespace, prompt: int) -> dict[str, list[int]]:
     """Return the policies, without and with the prompt kept, each with the budgets that can hold it."""
-    asked = [*POLICIES, *([f"triattention:calibration={options.calibration}"] if options.calibration else [])]
+    calibrated = [f"triattention:calibration={options.calibration}"] if options.calibration else []
+    asked = options.policies or [kvkeep.parse(policy) for policy in (*POLICIES, *calibrated)]
     found: dict[str, list[int]] = {}
     for policy in asked:
         for keep in (None, True):
-            made = keeping(kvkeep.parse(policy), keep)
+            made = keeping(policy, keep)
             for budget in options.budgets:
                 try:
                     check_budget(made, budget)
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--policies", type=split_policies, help="instead of all, such as h2o,tova:sinks=4")
     parser.add_argument("--calibration", help="a file of kvkeep calibrate --for triattention")
     parser.add_argument("--prompts", type=numbers, default="64,128")
     parser.add_argument("--budgets", type=lambda text: sorted(numbers(text)), default="128,256,512")
