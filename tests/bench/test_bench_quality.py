@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCH))
 import hard  # noqa: E402
 import heads  # noqa: E402
 import kvzip  # noqa: E402
+import long_answers  # noqa: E402
 import pretrained  # noqa: E402
 import quality  # noqa: E402
 import split_texts  # noqa: E402
@@ -234,3 +235,20 @@ def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     (folder / "0.txt").unlink()
     assert split_texts.halves([folder]) == {name: text.replace("<0>", "").strip() for name, text in every.items()}
+
+
+def test_long_answers_go_on_where_they_stopped_and_leave_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
+    text = tmp_path / "novel.txt"
+    text.write_text("The ferry to Marel leaves at seven, and nobody waits for it in winter. " * 8)
+    words = ["long_answers.py", str(embedded()), "--text", str(text), "--output", str(tmp_path / "runs")]
+    words += ["--prompts", "8", "--new", "12", "--limit", "1", "--budgets", "12,8", "--dtype", "float32"]
+    for policies, count in (("local", 2), ("local,h2o:recent=2", 4)):
+        monkeypatch.setattr(sys, "argv", [*words, "--policies", policies])
+        long_answers.main()
+        printed = capsys.readouterr()
+        rows = [json.loads(line) for line in (tmp_path / "runs" / "prompt8-new12.jsonl").read_text().splitlines()]
+        assert len(rows) == count
+        assert "a budget of 8 cannot hold it with a prompt of 8" in printed.err
+    assert [list(row["scores"]) for row in rows] == [["8", "12"], ["12"]] * 2
+    assert "local, 1 of" not in printed.err  # it was done before
+    assert json.loads(printed.out.splitlines()[-1])["bench"] == "long_answers"
