@@ -36,7 +36,7 @@ torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for ea
 
 def pytest_addoption(parser):
     sweeps.add_option(parser)
-    parser.addoption("--look-at", type=int, default=4, help="check annotations in one test of so many")
+    parser.addoption("--check-annotations", type=int, default=4, metavar="N", help="in one test of N")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,8 +53,8 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    one_in = item.config.getoption("--look-at")
-    annotations.begin_test(looking=sweeps.is_one_in(item.nodeid, one_in) or "slow" in item.keywords)
+    one_in = item.config.getoption("--check-annotations")
+    annotations.begin_test(checking=sweeps.is_one_in(item.nodeid, one_in) or "slow" in item.keywords)
     trials.begin_test(item.nodeid)
 
 

@@ -5,7 +5,8 @@ each call takes several times as long as the call. Annotations without shapes ar
 
 Some functions are called a hundred times for each token, always with the same kinds of arguments. So the first calls of
 a function in each test are looked at, and some of the others. Checks take a quarter of a test's time. So `make test`
-has them in one test of four; all slow tests of `make test-all` have them, and with ``pytest --look-at 1`` all tests.
+has them in one test of four; the slow tests of `make test-all` have them all, and ``--check-annotations 1`` gives them to
+every test.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FIRST_CALLS = 12
 NTH = 37
 """Of further calls each such one is looked at; a prime, so that each layer of a model has its turn, if their number is
 no multiple of it."""
-_looking = [True]
+_checking = [True]
 """Whether calls of the test that runs are looked at; outside of tests they are."""
 _counts: list[list[int]] = []
 """The counts of functions that were called in the test that runs."""
@@ -49,13 +50,13 @@ def install(package: str) -> None:
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
 
-def begin_test(*, looking: bool = True) -> None:
+def begin_test(*, checking: bool = True) -> None:
     """Have the first calls of each function looked at again. What a test finds does not depend on those before it.
 
     Args:
-        looking: whether calls of this test are looked at.
+        checking: whether calls of this test are looked at.
     """
-    _looking[0] = looking
+    _checking[0] = checking
     for calls in _counts:
         calls[0] = 0
     _counts.clear()
@@ -131,7 +132,7 @@ def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if not _looking[0] or jaxtyping.config.jaxtyping_disable:
+        if not _checking[0] or jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if compiling():
             return in_full(*args, **kwargs)

@@ -99,7 +99,7 @@ def test_is_not_looked_for_where_it_is_switched_off(no_checked_annotations):
 
 
 def test_is_not_looked_for_in_tests_that_are_not_looked_at():
-    begin_test(looking=False)
+    begin_test(checking=False)
     assert give([0], 0) == 0
     begin_test()
     with pytest.raises(TypeCheckError):

@@ -108,6 +108,10 @@ def test_a_file_that_is_written_anew_is_read_again_once_a_policy_is_checked(tmp_
     assert torch.equal(first, checked)
     assert torch.equal(checked, later)  # a run goes on with what it began with
     assert not torch.equal(later, again)
+    path.write_bytes(b"broken")
+    with pytest.raises(PolicyError):
+        policy.check(4096)
+    assert heads_of(str(path))[0, 0].query is again  # nor does a broken file harm it
     path.unlink()
     assert heads_of(str(path))[0, 0].query is again
     with pytest.raises(PolicyError, match="there is no such file"):

@@ -80,8 +80,9 @@ def check_file(path: str) -> None:
         found = None
     if found is None or not stat.S_ISREG(found.st_mode):
         raise PolicyError(f"calibration={path:.200}: there is no such file. Leave it out for the prompt's own queries.")
-    _checked[path] = found.st_ino, found.st_mtime_ns, found.st_size
-    heads_of(path)
+    status = found.st_ino, found.st_mtime_ns, found.st_size
+    _heads_in(path, status)
+    _checked[path] = status  # last: requests that run go on with what they have if the new file is broken
 
 
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
