@@ -5,7 +5,7 @@ each call takes several times as long as the call. Annotations without shapes ar
 
 Some functions are called a hundred times for each token, always with the same kinds of arguments. So the first calls of
 a function in each test are looked at, and some of the others. Checks take a quarter of a test's time. So `make test`
-has them in one test of four; the slow tests of `make test-all` have them all, and ``--check-annotations 1`` gives them to
+has them in one test of four, and all slow tests of `make test-all` have them. ``--check-annotations 1`` gives them to
 every test.
 """
 

@@ -24,6 +24,7 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
 )
 
 from kvkeep.models.load import quiet
@@ -68,6 +69,9 @@ def config_of(family: str) -> PreTrainedConfig:
         return LlamaConfig(
             **common, **sizes, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=TRAINED_LENGTH
         )
+    if family == "qwen3":
+        shape = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+        return Qwen3Config(**common, **sizes, **shape, max_position_embeddings=512)
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention"]
         shape = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 100}
@@ -83,7 +87,9 @@ def config_of(family: str) -> PreTrainedConfig:
         tower = {"image_size": 16, "patch_size": 8, "projection_dim": 32, "intermediate_size": 48}
         text, image = config_of("llama"), CLIPVisionConfig(**sizes, **tower)
         return LlavaConfig(text_config=text, vision_config=image, image_token_index=2, image_seq_length=4)
-    return FalconConfig(**common, **sizes)
+    if family == "falcon":
+        return FalconConfig(**common, **sizes)
+    raise ValueError(f"{family} is no family of these folders")
 
 
 @functools.cache
