@@ -12,14 +12,16 @@ One GPU day (Qwen3-8B, not measured yet):
 
 Answers are drawn, since those of the likeliest tokens repeat themselves on small models, which any policy follows. Each
 policy follows the full cache's answers under all budgets at once: they are rows of one batch, since the weights take
-most of a step's time. A line of DIR/prompt64-new2000.jsonl has a policy's results; the same command goes on where it
-stopped. Policies that cannot keep the prompt in a budget are left out there, and named. The full cache's logits stay in
-main memory: answers x new tokens x vocabulary numbers of the model's dtype.
+most of a step's time. DIR/rows.jsonl has a line for each policy and budget with all that it depends on, so the same
+command goes on where it stopped, and another one adds its lines. Policies that cannot keep the prompt in a budget are
+left out there, and named. The full cache's logits stay in main memory: answers x new tokens x vocabulary numbers of the
+model's dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -30,6 +32,7 @@ from lib import report
 import kvkeep
 from kvkeep.errors import BudgetError
 from kvkeep.evals.arms import split_policies
+from kvkeep.evals.run import fingerprint
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.models.tokenization import Writer
@@ -45,49 +48,78 @@ POLICIES = (
 
 
 def arms(options: argparse.Namespace, prompt: int) -> dict[str, list[int]]:
-    """Return the policies, without and with the prompt kept, each with the budgets that can hold it."""
+    """Return the policies, without and with the prompt kept, each with the budgets that can hold it, the smallest
+    first.
+    """
     calibrated = [f"triattention:calibration={options.calibration}"] if options.calibration else []
     asked = options.policies or [kvkeep.parse(policy) for policy in (*POLICIES, *calibrated)]
     found: dict[str, list[int]] = {}
-    for policy in asked:
-        for keep in (None, True):
-            made = keeping(policy, keep)
-            for budget in options.budgets:
-                try:
-                    check_budget(made, budget)
-                    check_read(made, budget, ((0, prompt),))
-                except BudgetError:
-                    what = f"a budget of {budget} cannot hold it with a prompt of {prompt}"
-                    print(f"{kvkeep.spec(made)} is left out: {what}", file=sys.stderr)
-                else:
-                    found.setdefault(kvkeep.spec(made), []).append(budget)
+    for policy in dict.fromkeys(keeping(one, keep) for one in asked for keep in (None, True)):
+        for budget in options.budgets:
+            try:
+                check_budget(policy, budget)
+                check_read(policy, budget, ((0, prompt),))
+            except BudgetError:
+                what = f"a budget of {budget} cannot hold it with a prompt of {prompt}"
+                print(f"{kvkeep.spec(policy)} is left out: {what}", file=sys.stderr)
+            else:
+                found.setdefault(kvkeep.spec(policy), []).append(budget)
     return found
 
 
+def saved(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a file that are about the same run. A line that was torn by a kill is passed over."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.items() >= about.items():
+            found.append(row)
+    return found
+
+
+def save(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Add lines to a file, behind a line that was torn by a kill."""
+    torn = file.exists() and not file.read_bytes().endswith(b"\n")
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(("\n" if torn else "") + "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def run(options: argparse.Namespace, writer: Writer, prompt: int) -> list[dict[str, Any]]:
-    """Run the policies that have no line in the file of a prompt length, and return all lines."""
-    file = options.output / f"prompt{prompt}-new{options.new}.jsonl"
+    """Run the policies under the budgets that have no line, and return the lines of all that were asked for."""
+    file = options.output / "rows.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    known = {row["policy"] for row in done}
-    todo = {policy: budgets for policy, budgets in arms(options, prompt).items() if policy not in known}
-    if not todo:
-        return done
-    lengths = {"prompt_tokens": prompt, "new_tokens": options.new, "limit": options.limit}
-    task = Agreement.load(
-        writer.checkpoint, Options(text=options.text.read_text(encoding="utf-8"), draw=True, **lengths)
-    )
-    print(f"prompts of {prompt}: the full cache's own answers", file=sys.stderr)
-    task.prepare(writer)
+    text = options.text.read_text(encoding="utf-8")
+    about = {
+        "model": options.model,
+        "weights": fingerprint(writer),
+        "dtype": writer.dtype,
+        "text": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "prompt": prompt,
+        "new": options.new,
+        "limit": options.limit,
+    }
+    done = saved(file, about)
+    known, asked = {(row["policy"], row["budget"]) for row in done}, arms(options, prompt)
+    left = {policy: [one for one in budgets if (policy, one) not in known] for policy, budgets in asked.items()}
+    todo = {policy: budgets for policy, budgets in left.items() if budgets}
+    if todo:
+        lengths = {"prompt_tokens": prompt, "new_tokens": options.new, "limit": options.limit}
+        task = Agreement.load(writer.checkpoint, Options(text=text, draw=True, **lengths))
+        print(f"prompts of {prompt}: the full cache's own answers", file=sys.stderr)
+        task.prepare(writer)
     for number, (policy, budgets) in enumerate(todo.items(), 1):
         print(f"prompts of {prompt}: {policy}, {number} of {len(todo)}", file=sys.stderr)
-        done.append({"policy": policy, "scores": follow(writer, task, policy, budgets)})
-        with file.open("a") as lines:
-            print(json.dumps(done[-1]), file=lines)
-    return done
+        scores = follow(writer, task, policy, budgets)
+        rows = [{**about, "policy": policy, "budget": budget, "score": scores.get(budget)} for budget in budgets]
+        save(file, rows)
+        done += rows
+    return [row for row in done if row["budget"] in asked.get(row["policy"], ())]
 
 
-def follow(writer: Writer, task: Agreement, policy: str, budgets: list[int]) -> dict[str, dict[str, Any]]:
+def follow(writer: Writer, task: Agreement, policy: str, budgets: list[int]) -> dict[int, dict[str, Any]]:
     """Return a policy's scores by budget, without the smallest ones if layers that have less refuse them."""
     while budgets:
         try:
@@ -96,26 +128,28 @@ def follow(writer: Writer, task: Agreement, policy: str, budgets: list[int]) -> 
             print(f"{policy} is left out under a budget of {budgets[0]}: {error}", file=sys.stderr)
             budgets = budgets[1:]
         else:
-            return dict(zip(map(str, budgets), scores, strict=True))
+            return dict(zip(budgets, scores, strict=True))
     return {}
 
 
 def table(done: list[dict[str, Any]], prompt: int) -> list[list[str]]:
     """Return a line for each budget and policy, the smallest KL first."""
-    cells = [(int(budget), row["policy"], score) for row in done for budget, score in row["scores"].items()]
+    measured = [row for row in done if row["score"] is not None]
     return [
         [
-            *(str(prompt), str(budget), *named(policy)),
-            *(f"{score['kl']:.4f}", f"{score['agreement']:.3f}", f"{score['first_difference']:.0f}"),
+            *(str(prompt), str(row["budget"]), *named(row["policy"])),
+            *(f"{row['score'][name]:.{digits}f}" for name, digits in (("kl", 4), ("agreement", 3))),
+            f"{row['score']['first_difference']:.0f}",
         ]
-        for budget, policy, score in sorted(cells, key=lambda cell: (cell[0], cell[2]["kl"]))
+        for row in sorted(measured, key=lambda row: (row["budget"], row["score"]["kl"]))
     ]
 
 
 def named(policy: str) -> tuple[str, str]:
-    """Return a policy's label without what it keeps of the prompt, and whether it keeps it."""
+    """Return a policy's label without what it keeps of the prompt, and how much it keeps."""
     found = kvkeep.parse(policy)
-    return label(keeping(found, False)), "" if found.keep_prompt is None else "kept"
+    share = found.keep_prompt
+    return label(keeping(found, False)), "" if share is None else "kept" if share == 1 else f"cut to {share:.0%}"
 
 
 def main() -> None:
@@ -126,7 +160,7 @@ def main() -> None:
     parser.add_argument("--policies", type=split_policies, help="instead of all, such as h2o,tova:sinks=4")
     parser.add_argument("--calibration", help="a file of kvkeep calibrate --for triattention")
     parser.add_argument("--prompts", type=numbers, default="64,128")
-    parser.add_argument("--budgets", type=lambda text: sorted(numbers(text)), default="128,256,512")
+    parser.add_argument("--budgets", type=lambda text: sorted({*numbers(text)}), default="128,256,512")
     parser.add_argument("--new", type=int, default=2000)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--device", default="auto")

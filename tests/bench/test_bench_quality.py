@@ -238,17 +238,30 @@ def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path, monkeypatch):
 
 
 def test_long_answers_go_on_where_they_stopped_and_leave_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
-    text = tmp_path / "novel.txt"
+    text, rows = tmp_path / "novel.txt", tmp_path / "runs" / "rows.jsonl"
     text.write_text("The ferry to Marel leaves at seven, and nobody waits for it in winter. " * 8)
     words = ["long_answers.py", str(embedded()), "--text", str(text), "--output", str(tmp_path / "runs")]
-    words += ["--prompts", "8", "--new", "12", "--limit", "1", "--budgets", "12,8", "--dtype", "float32"]
-    for policies, count in (("local", 2), ("local,h2o:recent=2", 4)):
-        monkeypatch.setattr(sys, "argv", [*words, "--policies", policies])
+    words += ["--prompts", "8", "--new", "12", "--dtype", "float32"]
+
+    def run(*more):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
         long_answers.main()
         printed = capsys.readouterr()
-        rows = [json.loads(line) for line in (tmp_path / "runs" / "prompt8-new12.jsonl").read_text().splitlines()]
-        assert len(rows) == count
-        assert "a budget of 8 cannot hold it with a prompt of 8" in printed.err
-    assert [list(row["scores"]) for row in rows] == [["8", "12"], ["12"]] * 2
-    assert "local, 1 of" not in printed.err  # it was done before
-    assert json.loads(printed.out.splitlines()[-1])["bench"] == "long_answers"
+        return printed.err, [line[1:4] for line in json.loads(printed.out.splitlines()[-1])["lines"]]
+
+    said, lines = run("--limit", "1", "--budgets", "12,8", "--policies", "local")
+    assert "a budget of 8 cannot hold it with a prompt of 8" in said
+    assert sorted(lines) == [["12", "local", ""], ["12", "local", "kept"], ["8", "local", ""]]
+    rows.write_text(rows.read_text().rsplit("\n", 2)[0] + '\n{"policy": "loc')  # killed while it wrote the last line
+    said, again = run("--limit", "1", "--budgets", "12,8", "--policies", "local")
+    assert sorted(again) == sorted(lines)
+    assert "1 of 1" in said
+    # what was not asked for is not shown, and what was measured otherwise does not count
+    said, lines = run("--limit", "1", "--budgets", "16", "--policies", "h2o:recent=2")
+    assert sorted(lines) == [["16", "h2o:recent=2", ""], ["16", "h2o:recent=2", "kept"]]
+    said, lines = run("--limit", "2", "--budgets", "16", "--policies", "h2o:recent=2,h2o:keep_prompt=0.5")
+    assert "3 of 4" in said
+    assert [line[2] for line in lines].count("cut to 50%") == 1
+    said, again = run("--limit", "2", "--budgets", "16", "--policies", "h2o:recent=2,h2o:keep_prompt=0.5")
+    assert again == lines
+    assert "own answers" not in said

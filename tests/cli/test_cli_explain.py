@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import shlex
 
 import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli.explain import ExplainOptions, as_typed
 from kvkeep.cli.main import app
+from kvkeep.cli.options import parse_budget
 from kvkeep.errors import pip_install
 
 TEXT = "The meadow was quiet, and the lantern by the gate was crimson. " * 6
@@ -185,7 +187,10 @@ def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(("budget", "shown"), [(0.2, "20%"), (1.0, "100%"), (0.125, "12.5%"), (30, "30"), (0.1, "10%")])
+@pytest.mark.parametrize(
+    ("budget", "shown"),
+    [(0.2, "20%"), (0.07 / 100, "0.07%"), (1.0, "100%"), (0.125, "12.5%"), (30, "30"), (0.1, "10%")],
+)
 def test_the_command_has_the_budget_as_it_was_typed(budget, shown):
     assert as_typed(budget) == shown
 
@@ -202,3 +207,20 @@ def test_the_line_has_every_option_that_was_given(monkeypatch):
     done = CliRunner().invoke(app, line.split()[1:])
     assert done.exit_code == 0, done.output
     assert [options.line() for options in seen] == [line]
+
+
+def test_a_question_that_looks_like_an_option_stays_a_question(monkeypatch):
+    seen = []
+    monkeypatch.setattr("kvkeep.cli.explain_run.serve", seen.append)
+    monkeypatch.setattr(ExplainOptions, "check_values", lambda self: None)
+    words = ["explain", "--text", "a.txt", "--prompt=--help", "--budget", "24"]
+    for _ in range(2):
+        assert CliRunner().invoke(app, words).exit_code == 0
+        words = shlex.split(seen[-1].line())[1:]
+    assert [options.question for options in seen] == ["--help"] * 2
+
+
+@pytest.mark.parametrize("typed", ["0.000000000001%", "33.333333333333%", "0.07%", "99.99%", "100%", "1e-9%"])
+def test_the_budget_of_the_line_is_the_same_number(typed):
+    budget = parse_budget(typed, "--budget")
+    assert parse_budget(as_typed(budget), "--budget") == pytest.approx(budget, rel=1e-15)

@@ -25,7 +25,8 @@ POLICIES = [
         "triattention:buffer=3,sinks=1,recent=2",
     ),
     *("scissorhands:window=2,recent=2,drop=3", "scissorhands_release:window=4,recent=2", "h2o_avg:recent=2"),
-    *("snapkv:window=2,decode=score", "topk:h2=0.5", "leverage", "sparse_strided:h2=0.25,stride=3", "h2o:decay=0.9"),
+    *("snapkv:window=2,decode=score", "topk:h2=0.5", "leverage", "sparse_strided:h2=0.25,stride=3"),
+    "h2o:decay=0.9,recent=2",
 ]
 
 
@@ -228,7 +229,7 @@ def test_a_share_that_leaves_no_room_is_refused_at_once():
         layer_of("local", 16, 0.5, pins=[((0, 9),)])
 
 
-@pytest.mark.parametrize("wrong", [0, -0.5, 1.5, float("nan"), "half", "true", 2, [0.5]])
+@pytest.mark.parametrize("wrong", [0, -0.5, 1.5, float("nan"), "half", 2, [0.5]])
 def test_what_is_no_share_is_refused(wrong):
     with pytest.raises(InputError, match="keep_prompt="):
         keeping(kvkeep.parse("h2o"), wrong)
@@ -238,6 +239,8 @@ def test_what_is_no_share_is_refused(wrong):
 
 @pytest.mark.parametrize(("text", "share"), [("true", 1.0), ("True", 1.0), ("1", 1.0), ("false", None), ("none", None)])
 def test_a_string_says_it_as_options_do(text, share):
+    with pytest.raises(InputError, match="keep_prompt="):
+        keeping(kvkeep.parse("h2o"), text)  # the argument itself is no text
     assert kvkeep.parse(f"h2o:keep_prompt={text}").keep_prompt == share
 
 

@@ -155,7 +155,8 @@ class ExplainOptions(ModelOptions):
         words = ["kvkeep", "explain", *([self.model] if self.model else [])]
         for name, value in options.items():
             if value not in (None, ""):
-                words += [name, str(value)]
+                # in one word, a value such as --help is no option
+                words += [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]
         return join([*words, *(name for name, given in flags.items() if given)])
 
 
@@ -163,4 +164,4 @@ def as_typed(budget: float | int) -> str:
     """Return a budget as the option takes it: a share in per cent, or a number of tokens."""
     if isinstance(budget, int):
         return str(budget)
-    return f"{budget:.10%}".rstrip("0%").rstrip(".") + "%"  # 10 digits hide how a share was rounded
+    return f"{budget * 100:.15g}%"  # 15 digits hide how a share was rounded

@@ -16,6 +16,7 @@ from kvkeep.budget import per_head
 from kvkeep.cache.layer import Layer
 from kvkeep.errors import BudgetError
 from kvkeep.pins import spans
+from kvkeep.policies._keep_prompt import keeps_share, share_of
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import available, parse, spec
 from kvkeep.testing.case import Case, Fed, Tape, held, outputs, replay, run, run_shared
@@ -44,9 +45,10 @@ def _law(check: Law) -> Law:
 def fills(policy: Policy) -> bool:
     """Return whether a policy always uses its budget to the last slot, once it has seen that many tokens.
 
-    One that bursts, grows or spreads its budget over heads may leave slots of a head empty.
+    One that bursts, grows or spreads its budget over heads may leave slots of a head empty, and so does one that cuts a
+    prompt to a share of the budget, see `keep_prompt`.
     """
-    return not policy.bursts and not policy.grows and not policy.spreads
+    return not (policy.bursts or policy.grows or policy.spreads or keeps_share(policy))
 
 
 @_law
@@ -143,7 +145,8 @@ def protected_tokens_stay(policy: Policy, case: Case) -> None:
         rows = zip(moment.positions.tolist(), moment.layer.seen.tolist(), each.tolist(), strict=True)
         for row, seen, numbers in rows:
             for head, number in zip(row, numbers, strict=True):
-                sinks, recent = policy.protected(number)
+                # a prompt that was cut to a share had the protection of a budget of that size
+                sinks, recent = policy.protected(int(share_of(policy, number)) if keeps_share(policy) else number)
                 shielded = {*range(min(sinks, seen)), *range(max(0, seen - int(recent)), seen)}
                 assert shielded <= set(head), f"protected tokens {sorted(shielded - set(head))} were evicted"
 

@@ -131,11 +131,8 @@ class Agreement(Task):
         """
         # the first batch of prompts is the largest one; under one budget its columns are one row of `batches`
         most = len(self.references[0].tokens) * self.ids.shape[1]
-        return [
-            score
-            for some in batches([most] * len(budgets))
-            for score in self._side_by_side(writer, policy, budgets[some])
-        ]
+        parts = batches([most] * len(budgets)) if budgets else []
+        return [score for some in parts for score in self._side_by_side(writer, policy, budgets[some])]
 
     def _side_by_side(self, writer: Writer, policy: Policy, budgets: Sequence[int]) -> list[dict[str, Any]]:
         """Return the score under each of several budgets, whose rows run together."""
