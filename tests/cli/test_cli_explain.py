@@ -213,9 +213,10 @@ def test_a_question_that_looks_like_an_option_stays_a_question(monkeypatch):
     seen = []
     monkeypatch.setattr("kvkeep.cli.explain_run.serve", seen.append)
     monkeypatch.setattr(ExplainOptions, "check_values", lambda self: None)
-    words = ["explain", "--text", "a.txt", "--prompt=--help", "--budget", "24"]
+    words = ["explain", "--text", "a.txt", "--prompt=--help", "--budget", "24", "--json"]
     for _ in range(2):
-        assert CliRunner().invoke(app, words).exit_code == 0
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
         words = shlex.split(seen[-1].line())[1:]
     assert [options.question for options in seen] == ["--help"] * 2
 
