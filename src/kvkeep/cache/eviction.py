@@ -156,7 +156,7 @@ def fused(
 
 def _added(policy: Policy, block: Block, view: View) -> Added:
     """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
-    lost = block.lost[..., 2:]
+    lost = block.lost[..., 2:]  # the two sums of decode steps: evicted mass, and all mass (`lost_mass`)
     if policy.tally is None and policy.bursts is not None:
         return Added((), is_score=False, lost=lost)  # a policy that rests between bursts
     state = {name: block.store.of_heads(held) for name, held in block.of_slots().items()}

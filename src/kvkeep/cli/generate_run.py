@@ -255,6 +255,7 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
         raise InputError(f"--config is empty. Give the {NAME} that kvkeep tune has written, or leave it out.")
     refuse_device(file, "configuration")
     found = Config.read(file).settings()
+    # a file's weights are read as a tuple; the option that they stand for is typed as a list
     if isinstance(weights := found.get("layer_budget"), tuple):
         found["layer_budget"] = list(weights)
     if "kv_bits" in found:  # a number or a word in the file, a word on the command line

@@ -335,6 +335,7 @@ class KVManager:
             self._parts.clear()
             self._parts_version = self.version
         found = segments(self._owners, start, stop, self.policy)
+        # of states of one's own the first row's do: rows that have some run alone, see `_cache_of`
         key = (found, self._own[start], phase)  # a recorded step keeps its part, so the part's phase must not change
         if fresh:
             part = self._cache_of(found, columns=0, watch=watch, readings=readings)

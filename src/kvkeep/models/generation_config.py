@@ -168,6 +168,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         InputError: it is something else.
     """
     listed = () if value is None else value
+    # ids that the model lacks are let through, as they ban nothing; what takes more than 64 bits no tensor could hold
     if not isinstance(listed, list | tuple) or not all(
         isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
     ):

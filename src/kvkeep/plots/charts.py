@@ -76,7 +76,7 @@ def line_charts(panels: Sequence[Panel]) -> Figure:
     notes = [_note(panel) for panel in panels]
     tall = height + 0.15 * max(note.count("\n") for note in notes)  # inches for each line of a note
     figure = Figure(figsize=(columns * width, rows * tall + legend.height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # attaches itself, so that `figure.canvas` can draw and measure without pyplot
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
     drawn: dict[str, Artist] = {}
     for panel, place, note in zip(panels, axes, notes, strict=True):
@@ -229,7 +229,7 @@ def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:
     width, height = SHEET_INCHES
     with rc_context(_SHEET_STYLE):
         figure = Figure(figsize=(width, panels * height), dpi=SHEET_DPI, layout="constrained")
-        FigureCanvasAgg(figure)
+        FigureCanvasAgg(figure)  # attaches itself, so that `figure.canvas` can draw and measure without pyplot
         axes = tuple(figure.add_subplot(panels, 1, number + 1) for number in range(panels))
         fill(axes if panels > 1 else axes[0])
         drawn = io.BytesIO()
@@ -263,7 +263,7 @@ def heat_map(maps: Sequence[Heat]) -> Figure:
     width, height = _WIDE_INCHES if wide else _PANEL_INCHES
     height = max(height, *(_LINE_INCHES[_numbered(one)] * len(one.lines) for one in maps))
     figure = Figure(figsize=(columns * width, rows * height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # attaches itself, so that `figure.canvas` can draw and measure without pyplot
     for number, one in enumerate(maps, 1):
         _draw(figure.add_subplot(rows, columns, number), one)
     return figure

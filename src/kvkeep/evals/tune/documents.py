@@ -262,9 +262,10 @@ def _planted(
         number,
         n_facts=facts,
         n_questions=facts,
-        # a question and its wording must fit into the context beside the document
+        # without what the wording puts around text and question, for which "a" and "b" stand; `document` itself leaves
+        # room for its longest question
         tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
-        first_kind=number * facts,
+        first_kind=number * facts,  # where the last document has ended, so that all kinds are equally frequent
         filler=None if parts is None else _from(parts, random.Random(f"tune/{number}").randrange(len(parts))),
         count=lambda text: count_tokens(checkpoint, text),
     )

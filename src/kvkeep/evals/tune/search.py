@@ -480,7 +480,8 @@ def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
     searched = min(searched, measure.count // 3)
     left = min(documents, measure.count - searched)
     if most(round(left * measure.per_unit), left) < target or not searched:
-        # too few to keep some apart: the same ones choose and confirm, as the user is told
+        # too few to keep some apart: the same ones choose and confirm, as the user is told; without a number given all
+        # that there are, beyond the default as well, since only more questions can still show the target
         return _together(measure.count if limits.given is None else min(documents, measure.count))
     return _split(searched, searched + left)
 
