@@ -45,7 +45,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
 
 def check_text(file: str | None, *, kind: str) -> None:
-    """Refuse a text file that does not exist, as `read_text` would.
+    """Refuse a text file that does not exist, as `read_text` would. Whether it can be read is not tried.
 
     Standard input and ``None`` pass, and an empty name, which `read_text` refuses.
 

@@ -207,7 +207,7 @@ class KeptConversation:
 
     @property
     def past(self) -> ConversationHistory:
-        """Return the tokens and messages of the session as it is now."""
+        """Return the session's history to the end of its last finished turn: the same object until a turn ends."""
         return self.session.history
 
 

@@ -158,7 +158,7 @@ class Drive:
     @property
     def end_rows(self) -> int | None:
         """Return how many of a prompt's last tokens must be read so that the policy chooses as if all were, although
-        the others were read before; ``None`` if it would not.
+        the others were read before; ``None`` if the policy, the model, or reading in chunks does not allow that.
         """
         policy, stateful = self.cache.policy, any(state_part(layer) is not None for layer in self.cache.layers)
         # not if tokens are evicted between chunks, if a layer has one state for all tokens, or if a second reading's

@@ -385,7 +385,7 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
-    """Return the first tokens of the package's own sentences."""
+    """Return the first tokens of the package's own sentences, without a begin token."""
     sentences = own_sentences(seed)
     text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:

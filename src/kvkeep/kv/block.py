@@ -25,10 +25,10 @@ from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, Stat
 
 
 def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> State:
-    """Return the states of heads that have seen no token: zeros in float32.
+    """Return the states of heads that have seen no token: float32 zeros of the shape (B, Hk, then each of the axes).
 
     Args:
-        axes: the policy's `summaries`, name → axes.
+        axes: the policy's `summaries`, name → axes: "D", "E", both with a space between, or "" for none.
         keys: keys of the heads.
         values: values of the heads.
 

@@ -350,7 +350,7 @@ def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _function(place: str, tool: object) -> Mapping[str, Any]:
-    """Return the function of a tool, checked, with the schema of its arguments.
+    """Return a tool's ``function``, checked, with ``schema`` added: its ``parameters`` as `compact` returns them.
 
     Without ``strict``, unknown keywords of the schema are ignored.
 

@@ -104,7 +104,7 @@ class Setting:
         return [-(-sum(each) // len(each)) for each in map(_by_head, self.numbers(), shapes)]
 
     def numbers(self) -> list[Number]:
-        """Return each layer's budget; the budget of each head where the heads share it."""
+        """Return each layer's budget; if the policy divides it among the KV heads, a tuple of one number for each."""
         return [_number(*layer) for layer in self._layers()]
 
     def _layers(self) -> list[tuple[Policy, Number, LayerShape]]:
@@ -211,7 +211,7 @@ class Setting:
 
 
 def _number(policy: Policy, number: Number, shape: LayerShape) -> Number:
-    """Return the budget of a layer; the budget of each head where the heads share it."""
+    """Return a layer's budget; where the policy divides it among the KV heads, a tuple of one number for each."""
     return _by_head(number, shape) if policy.spreads else number
 
 

@@ -40,7 +40,7 @@ class NACL(PrefillOnly):
         return self.sinks, budget // 8 if self.recent is None else self.recent
 
     def rows(self, view: View) -> Tensor:
-        """Return how many proxy tokens count, a share of the step's tokens."""
+        """Return how many of the step's last tokens are proxies: a share of its tokens, rounded down, at least 1."""
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         return (self.proxies * view.new.double() + 1e-9).long().clamp(min=1)
 

@@ -554,8 +554,13 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
 
 
 def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
-    """Refuse keys and values that do not have the dtype of the fingerprint, or that are quantized and lack their scales
-    or transforms.
+    """Refuse a layer of a file whose keys, values, scales or transforms do not fit its fingerprint's dtype and KV bits:
+    of another dtype or shape, missing, or needless.
+
+    Args:
+        shown: the layer, as an error names it.
+        entries: the layer's tensors, by their names within it.
+        made: what the file says it was made for.
 
     Raises:
         NotASnapshotError: there is such a tensor.

@@ -176,10 +176,10 @@ def _folder() -> Path:
 
 
 def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
-    """Return whether only this user can write there. Folders above may belong to the system or the user's group.
+    """Return whether only this user can write there.
 
-    A folder with the sticky bit, such as /tmp, is safe as well: everybody writes there, but nobody can replace the
-    files of others.
+    With ``above`` the folder may belong to the system, too, and the user's own group may write there, or everybody if
+    it has the sticky bit, such as /tmp: there nobody can replace the files of others.
     """
     mine, others = status.st_uid == os.getuid(), status.st_mode & 0o022  # the group and all others may write
     if not above:

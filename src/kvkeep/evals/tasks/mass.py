@@ -59,10 +59,10 @@ class RetainedMass(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> RetainedMass:
-        """Return the task, with the text cut into texts of equal length.
+        """Return the task, with the text cut into texts of equal length; of a short text fewer ones, or a shorter one.
 
         Raises:
-            InputError: the text is too short.
+            InputError: the text has fewer tokens than `task.SHORTEST`.
         """
         length = min(PROMPT + ROWS, checkpoint.trained_length or PROMPT + ROWS)
         ids = task.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
