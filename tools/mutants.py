@@ -144,7 +144,9 @@ def tests_of(root: Path, file: str) -> list[str]:
             "tests/cache"
         ]
     folders = [package, *ALSO.get(package, ())]
-    return [f"tests/{folder}" for folder in folders if (root / "tests" / folder).is_dir()]
+    stem = Path(file).stem.strip("_")  # the tests of this very file come first: most mutants end there
+    own = sorted(str(path.relative_to(root)) for path in (root / "tests" / package).rglob(f"test_*{stem}*.py"))
+    return [*own, *(f"tests/{folder}" for folder in folders if (root / "tests" / folder).is_dir())]
 
 
 def survives(root: Path, mutant: Mutant) -> bool:
@@ -166,7 +168,8 @@ def survives(root: Path, mutant: Mutant) -> bool:
             *tests_of(root, mutant.file),
         ]
         places = os.pathsep.join([str(root / "src"), str(root / "lab" / "src")])
-        environment = {**os.environ, "PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": places}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # all files but the changed one need not be compiled again
         outcome = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False
         )
