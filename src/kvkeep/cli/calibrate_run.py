@@ -68,7 +68,7 @@ def _doubt(profile: Profile) -> str | None:
 
 
 def _needs(profile: Profile) -> Table:
-    """Return a table of the heads' needs, with a row for each layer."""
+    """Return a table of the heads' needs of the far past (0 to 1), a row for each layer; a dash is a need of 0."""
     if len(profile.heads[0]) <= _FEW:
         filled = console.table("layer", *(f"head {head}" for head in range(len(profile.heads[0]))))
         for layer, row in enumerate(profile.heads):
@@ -81,7 +81,7 @@ def _needs(profile: Profile) -> Table:
 
 
 def _together(steps: list[dict[str, Any]]) -> Table:
-    """Return a table of the harm of limiting more and more heads together."""
+    """Return a table of what it costs, in answers and in KL, to limit so many heads together; a row for each number."""
     filled = console.table("heads limited together", "answers lost", "KL on the text")
     for step in steps:
         lost = "–" if step["answers"] is None else f"{100 * step['answers']:.1f} %"
@@ -90,7 +90,7 @@ def _together(steps: list[dict[str, Any]]) -> Table:
 
 
 def _facts(request: CalibrateOptions, profile: Profile) -> dict[str, str]:
-    """Return the lines below the table: how many heads need nothing, and where the profile is."""
+    """Return the lines below the tables, name → text: right answers, number of heads without needs, profile's file."""
     measured, everything = profile.measured, [need for layer in profile.heads for need in layer]
     idle = sum(need <= _SMALL for need in everything)
     found = {
@@ -107,7 +107,7 @@ EMBEDDED = "the embedded model"
 
 
 def serve(request: CalibrateOptions) -> None:
-    """Measure a model or import a pattern, write the profile, and print a summary.
+    """Measure a model or import a pattern, write the profile or the statistics of queries, and print a summary.
 
     Raises:
         KVKeepError: the request or the model cannot be used, or the profile cannot be written.
@@ -144,7 +144,7 @@ def _import(request: CalibrateOptions, path: str) -> Profile:
 
 
 def _measure(request: CalibrateOptions) -> Profile:
-    """Measure every head, write the profile and return it. A run that was stopped goes on where it was."""
+    """Measure every head, write the profile and return it. Layers that a stopped run has finished are not run again."""
     job = prepare(request)
     for note in job.notes():
         console.note(note)
@@ -184,7 +184,9 @@ def _write_queries(request: CalibrateOptions) -> None:
 
 
 def prepare(request: CalibrateOptions) -> Calibration:
-    """Check a request, cheap tests first, and return the calibration, without reading weights.
+    """Check a request, cheap tests first, and return the calibration that it asks for, which has not been run.
+
+    No weights are read.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -205,7 +207,7 @@ def prepare(request: CalibrateOptions) -> Calibration:
 
 
 def _settings(request: CalibrateOptions) -> CalibrationSettings:
-    """Return the settings of a calibration of a model that was trained for long enough texts.
+    """Return the settings that the options give, before texts are cut to the model's trained length.
 
     Raises:
         InputError: a number is out of range, or there is no such case.

@@ -58,7 +58,7 @@ class ChatFolder:
             yield from sorted(folder.name for folder in self.path.iterdir() if (folder / _MEMORY).is_file())
 
     def file_of(self, name: str) -> Path:
-        """Return the path of a conversation's file."""
+        """Return the path of the file with a conversation's memory, which need not exist."""
         return self.path / name / _MEMORY
 
     def claim(self, name: str | None, *, new: bool = False) -> ChatPlace:
@@ -80,7 +80,7 @@ class ChatFolder:
         raise InputError(f"There are too many conversations of {today}. Give a name: --session NAME.")
 
     def _claim(self, name: str, *, new: bool) -> ChatPlace:
-        """Return a conversation's folder with its lock, so that no other process has it.
+        """Make a conversation's folder if need be, lock it, and return the place, so that no other process has it.
 
         Raises:
             InputError: the folder cannot be used.
@@ -131,7 +131,7 @@ class ChatPlace:
         return self.file.exists()
 
     def save(self, snapshot: Snapshot, before: Snapshot | None = None, *, replaced: Snapshot | None = None) -> None:
-        """Write the memory. After a crash the file is the old one or the new one.
+        """Write a conversation's memory to its file. After a crash the file is the old one or the new one.
 
         Args:
             snapshot: the memory.
@@ -161,7 +161,7 @@ class ChatPlace:
 
     @property
     def _before(self) -> Path:
-        """Return the file with the memory before the last turn."""
+        """Return the path of the file with the memory before the last turn, which need not exist."""
         return self.file.with_name(_BEFORE)
 
     def _keep(self, before: Snapshot | None, *, linked: bool) -> None:
@@ -185,7 +185,7 @@ class ChatPlace:
         before.save(self._before)
 
     def clear(self) -> None:
-        """Remove the files of a conversation that is empty again."""
+        """Remove the files of a conversation that is empty again; the folder and its lock stay."""
         for file in (self.file, self._before):
             file.unlink(missing_ok=True)
 
@@ -198,7 +198,10 @@ class ChatPlace:
 
 
 def _precedes(one: Snapshot, other: Snapshot) -> bool:
-    """Return whether a memory is an earlier one of the same conversation: by its messages, settings and tokens."""
+    """Return whether ``one`` is an earlier memory of the conversation of ``other``: by messages, settings and tokens.
+
+    ``False`` also if one of them holds no messages or no token ids.
+    """
     told, later = one.note.get("messages"), other.note.get("messages")
     if one.tokens is None or other.tokens is None or not isinstance(told, list) or not isinstance(later, list):
         return False
@@ -212,15 +215,15 @@ class _TakenError(InputError):
 
 
 def complete_names(incomplete: str) -> list[tuple[str, str]]:
-    """Return the names of saved conversations that begin so, for shells."""
+    """Return completions of a conversation's name for shells, from the folder that is used without ``--sessions``."""
     return [(name, "") for name in ChatFolder.of(None).names() if name.startswith(incomplete)]
 
 
 def _checked(name: str) -> str:
-    """Return a conversation's name after a check that it can be a file's.
+    """Return the same name of a conversation, after a check that a folder can have it.
 
     Raises:
-        InputError: the name cannot be a file's.
+        InputError: no folder can have it.
     """
 
     from kvkeep.engine.request import check_name  # imports torch

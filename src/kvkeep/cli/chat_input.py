@@ -88,7 +88,10 @@ class TypedMessages:
                 self._mark_pastes(False)
 
     def read(self) -> str | None:
-        """Return the next message, perhaps an empty one; ``None`` once the user ends the input."""
+        """Return the next message, without lines of quotes around it; ``None`` once the user ends the input.
+
+        It is ``""`` after Ctrl-C on an empty line and for text that is not UTF-8, which a message on the screen says.
+        """
         try:
             text = self._pastes.unfolded(self._prompt.prompt())
         except EOFError:
@@ -106,7 +109,7 @@ class TypedMessages:
         return _without_quotes(text)
 
     def _mark_pastes(self, on: bool) -> None:
-        """Let the terminal mark the beginning and end of a paste, or no longer."""
+        """Let the terminal mark the beginning and end of a paste (``on``), or no longer."""
         with suppress(OSError):  # the terminal was closed
             (self._screen.enable_bracketed_paste if on else self._screen.disable_bracketed_paste)()
             self._screen.flush()
@@ -114,7 +117,10 @@ class TypedMessages:
 
 @contextmanager
 def _silent_keyboard() -> Iterator[None]:
-    """Leave keys to whoever reads them next, and show none of them. Without a terminal of Unix do nothing."""
+    """Leave keys that are pressed in this context to whoever reads them next, and show none; on Windows do nothing.
+
+    Standard input must be a terminal.
+    """
     try:
         import termios
     except ImportError:  # Windows, which shows keys only to whoever reads them
@@ -146,13 +152,13 @@ def _screen() -> Output:
 
 
 def _is_open(text: str) -> bool:
-    """Return whether a text has begun with a line of quotes, and no second one has ended it."""
+    """Return whether a text begins with a line of three quotes, and its last line is not a second one."""
     first, *more = text.split("\n")
     return first.strip() == _QUOTES and not (more and more[-1].strip() == _QUOTES)
 
 
 def _without_quotes(text: str) -> str:
-    """Return a text without the lines of quotes around it."""
+    """Return a text without its first and last line if both are three quotes; otherwise return it unchanged."""
     first, *more = text.split("\n")
     return "\n".join(more[:-1]) if first.strip() == _QUOTES and more and more[-1].strip() == _QUOTES else text
 
@@ -164,7 +170,7 @@ class _FoldedPastes:
         self._texts: dict[str, str] = {}
 
     def folded(self, text: str) -> str:
-        """Return what stands for a paste in the line editor: a character, or the text itself if it is short."""
+        """Store a paste, and return the character that stands for it in the line editor; a short paste comes back."""
         if len(text) <= _SHORT_CHARACTERS and text.count("\n") < _SHORT_LINES:
             return text
         placeholder = chr(_FIRST_PLACEHOLDER + len(self._texts))
@@ -176,11 +182,11 @@ class _FoldedPastes:
         return "".join(self._texts.get(character, character) for character in text)
 
     def label(self, character: str) -> str:
-        """Return how a character is shown."""
+        """Return what is shown for a character: ``[pasted: 12 lines]`` for a folded paste, otherwise itself."""
         text = self._texts.get(character)
         if text is None:
             return character
-        lines = text.rstrip("\n").count("\n") + 1
+        lines = text.rstrip("\n").count("\n") + 1  # the break at the end begins no line
         return f"[pasted: {console.count(lines, 'line') if lines > 1 else console.count(len(text), 'character')}]"
 
 
@@ -191,7 +197,7 @@ class _Labels(Processor):
         self._pastes = pastes
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
-        """Return a line as it is shown, and where each of its characters is then."""
+        """Return a line with labels for its folded pastes, and the maps between places in it and on the screen."""
         fragments: StyleAndTextTuples = []
         starts = [0]
         for style, character, *_ in explode_text_fragments(transformation_input.fragments):
@@ -206,7 +212,7 @@ class _Labels(Processor):
 
 
 def _key_bindings(pastes: _FoldedPastes) -> KeyBindings:
-    """Return what keys do beyond prompt_toolkit's own."""
+    """Return the bindings of Enter, Alt-Enter, a paste and Ctrl-C, which replace prompt_toolkit's own."""
     keys = KeyBindings()
 
     @keys.add(Keys.Enter)
@@ -241,7 +247,10 @@ def _key_bindings(pastes: _FoldedPastes) -> KeyBindings:
 
 
 def history_file() -> Path | None:
-    """Return the file of earlier messages in the user's cache folder; ``None`` if there can be no such file."""
+    """Return the file of earlier messages in the user's cache folder; ``None`` if there can be no such file.
+
+    It is made if it is missing, becomes readable by its user alone, and is cut if it has grown too long.
+    """
     try:
         path = cache_folder() / "kvkeep" / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -260,7 +269,7 @@ class _MessageHistory(FileHistory):
         self._pastes = pastes
 
     def append_string(self, string: str) -> None:
-        """Add a message."""
+        """Add a message to the file, with folded pastes in full; do nothing if it cannot be written."""
         # the history is a convenience: a full disk must not end the conversation
         with suppress(OSError, UnicodeError):
             super().append_string(self._pastes.unfolded(string))

@@ -17,7 +17,7 @@ from kvkeep.snapshot.file_format import described_layers, fingerprint_of, opened
 
 
 def show(request: ChatOptions) -> None:
-    """Print a list of all saved conversations."""
+    """Print a table of all saved conversations, or one JSON object with ``--json``."""
     folder = ChatFolder.of(request.sessions)
     conversations = [_describe(folder, name) for name in folder.names()]
     if request.json:
@@ -46,7 +46,10 @@ def show(request: ChatOptions) -> None:
 
 
 def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
-    """Return what the list shows of a saved conversation, from its file's header alone; or why it cannot be read."""
+    """Return what the list shows of a saved conversation, from its file's header alone.
+
+    If that cannot be read, return the name and the reason, as ``error``.
+    """
     path = folder.file_of(name)
     try:
         with opened(path) as (file, size):

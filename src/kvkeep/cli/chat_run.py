@@ -94,7 +94,7 @@ def _checked(name: str, words: list[str]) -> list[str]:
 
 
 def _help(talk: ChatSession) -> None:
-    """Show what can be typed."""
+    """Print the commands and keys of a conversation."""
     console.out().print(
         console.facts(
             {
@@ -116,12 +116,13 @@ def _help(talk: ChatSession) -> None:
 
 
 def _show_memory(talk: ChatSession) -> None:
-    """Show turns, tokens seen and held, and the size of the conversation's memory."""
+    """Print turns, tokens seen and held, and the size of the conversation's memory."""
     state = talk.state
     if state is None:
         console.out().print(console.facts({"conversation": talk.place.name, "tokens": "none yet"}))
         return
     layers = state.contents.layers
+    # a slot without a token has a position below 0
     held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
     stored = ((layer.tensors["store.keys"], layer.tensors["store.values"]) for layer in layers)
     shapes = ((len(keys), keys.shape[-1], values.shape[-1]) for keys, values in stored)
@@ -138,7 +139,11 @@ def _show_memory(talk: ChatSession) -> None:
 
 
 def _rewind(talk: ChatSession, turns: str = "1") -> None:
-    """Take back the last turns of the conversation.
+    """Take back the last turns of the conversation, and print how many are left.
+
+    Args:
+        talk: the conversation.
+        turns: their number, as it was typed.
 
     Raises:
         InputError: the text is no number of turns, or so many cannot be taken back.
@@ -152,14 +157,18 @@ def _rewind(talk: ChatSession, turns: str = "1") -> None:
 
 
 def _fork(talk: ChatSession, name: str | None = None) -> None:
-    """Go on under another name; without a name kvkeep chooses one."""
+    """Go on with the conversation under another name, made of date and time if ``name`` is ``None``; print a note.
+
+    Raises:
+        KVKeepError: the name cannot be used or is taken, or the conversation cannot be saved.
+    """
     with Uninterrupted():
         old = talk.fork(name)
     console.note(f"goes on as {talk.place.name}; {old} stays as it is")
 
 
 def _quit(talk: ChatSession) -> None:
-    """End the conversation's loop."""
+    """Raise `Quit`, which ends the conversation."""
     raise Quit
 
 
@@ -185,7 +194,7 @@ class PipedMessages:
         self._number = 0
 
     def read(self) -> str | None:
-        """Return the next line, perhaps an empty one; ``None`` at the end of the input.
+        """Return the next line without its end, perhaps an empty one; ``None`` at the end of the input.
 
         Raises:
             InputError: the line is not UTF-8 text.
@@ -193,6 +202,7 @@ class PipedMessages:
         raw = sys.stdin.buffer.readline()
         self._number += 1
         try:
+            # with "sig": some editors begin a file with a mark
             return raw.decode("utf-8-sig" if self._number == 1 else "utf-8").rstrip("\r\n") if raw else None
         except UnicodeDecodeError as error:
             raise InputError(
@@ -267,7 +277,10 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
 
 
 def _system_pins(checkpoint: Checkpoint, engine: Engine, messages: Sequence[Mapping[str, str]]) -> Spans:
-    """Return the spans of the system message in a conversation's first turn, if it is short enough to be pinned."""
+    """Return the spans of the system message's tokens in a conversation's first turn, by which it is pinned.
+
+    Return ``()`` if it is too long for that, or the template shows it in another form.
+    """
     try:
         found = from_start(system_spans(checkpoint, messages))
     except InputError:  # the template shows it in another form
@@ -276,7 +289,7 @@ def _system_pins(checkpoint: Checkpoint, engine: Engine, messages: Sequence[Mapp
 
 
 def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
-    """Return the memory with which the conversation begins or continues; ``None`` if there is none.
+    """Return the memory that the conversation was saved with, or else that of ``--memory``; ``None`` if there is none.
 
     Raises:
         InputError: the conversation has a beginning already, and the request brings another one.
@@ -294,7 +307,7 @@ def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
 
 
 def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine:
-    """Return an engine of one row for the conversation."""
+    """Load the weights, and return an engine of one row for the conversation; print a note without a chat template."""
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = engine_for(writer, request, budget=budget, rows=1)
     if checkpoint.tokenizer.chat_template is None:
@@ -323,7 +336,7 @@ def _hold(talk: ChatSession) -> None:
 
 
 def _answer_next(messages: PipedMessages | TypedMessages, talk: ChatSession) -> bool:
-    """Read a message and do what it asks for; return ``False`` once the conversation ends.
+    """Read a message, and answer it or run its command; return ``False`` once the conversation ends, else ``True``.
 
     On a terminal, errors and Ctrl-C end only this message.
 

@@ -29,7 +29,7 @@ _ENDS = {
 
 
 def _temperature(number: float) -> str:
-    """Return a temperature and what it means."""
+    """Return a temperature as text, and in words what it means for the choice of tokens."""
     return f"{number:g}; tokens are drawn" if number else "0: the likeliest token, always; -t 0.8 draws"
 
 
@@ -115,21 +115,21 @@ class ChatSession:
 
     @property
     def turns(self) -> int:
-        """Return the number of answers in the conversation."""
+        """Return the number of answers in the conversation, those of earlier runs included."""
         return sum(message["role"] == "assistant" for message in self.session.messages)
 
     @property
     def state(self) -> Snapshot | None:
-        """Return the memory after the last turn; ``None`` before the first."""
+        """Return the memory after the last turn, or that with which the conversation began; ``None`` without one."""
         return self._states[-1]
 
     @property
     def _before(self) -> Snapshot | None:
-        """Return the memory before the last turn; ``None`` if it is not known, or was empty."""
+        """Return the memory before the last turn; ``None`` if there was none, or this run does not know it."""
         return self._states[-2] if self._states.turns else None
 
     def greeting(self) -> dict[str, str]:
-        """Return a description of the conversation, and how to find out more: name → text."""
+        """Return the lines to print when the conversation begins or goes on: name → text."""
         tokens = "" if self.state is None else console.count(self.state.seen, "token")
         if self.session.messages:
             what = f"{self.place.name}, {console.count(self.turns, 'turn')}, {tokens}"
@@ -172,7 +172,7 @@ class ChatSession:
                 console.note(_ENDS[result.finish_reason].format(len(result.token_ids)))
 
     def _answer(self, message: str) -> Result:
-        """Send a message, print the answer, and save the conversation.
+        """Send a message, print the answer, save the conversation, and return the answer's result.
 
         Raises:
             KVKeepError: the message cannot be answered, or the conversation cannot be saved.
@@ -203,7 +203,7 @@ class ChatSession:
         return True
 
     def _stream(self, message: str) -> Result:
-        """Show an answer while it is made, and return its result."""
+        """Send a message, print the answer while it is made, and return its result, which may be that of an error."""
         result: Result | None = None
         begun = False
         assert self.engine.tokenizer is not None
@@ -220,7 +220,7 @@ class ChatSession:
         return result
 
     def _request(self, message: str) -> Request:
-        """Build the request for a message. The first message has the system message before it, if there is one."""
+        """Return the request for a message. The first one has the system message before it, if there is one."""
         if self._system is None or self.state is not None:
             return Request(prompt=message, sampling=self._sampling)
         messages: list[Mapping[str, str]] = [
@@ -230,7 +230,7 @@ class ChatSession:
         return Request(messages=messages, sampling=self._sampling, pins=self._pins(messages))
 
     def rewind(self, turns: int) -> None:
-        """Take back the last turns.
+        """Take back the last ``turns`` turns, and save the conversation as it was before them.
 
         Raises:
             InputError: so many turns cannot be taken back.
@@ -258,13 +258,15 @@ class ChatSession:
         self.save()
 
     def _look_back(self) -> None:
-        """Load the memory before the last turn of an earlier run, if it was kept; else do nothing."""
+        """Load the memory before the last turn of an earlier run into the states, if it was kept; else do nothing."""
         first = self._states[0]
         if first is not None and (before := self.place.before(first)) is not None:
             self._states.add_oldest(before)
 
     def fork(self, name: str | None) -> str:
         """Save, go on under another name, and return the old one; the conversation of the old name stays as it is.
+
+        For ``None`` the new name is made of date and time.
 
         Raises:
             InputError: the name cannot be used, or there is a conversation of that name.
@@ -284,7 +286,7 @@ class ChatSession:
         return old.name
 
     def save(self) -> None:
-        """Write the conversation to its file; do nothing if the file is up to date. An empty one loses its file.
+        """Write the conversation to its file, unless that is up to date. One without a memory loses its file.
 
         Raises:
             SnapshotError: the file cannot be written; the file stays as it was.

@@ -32,7 +32,7 @@ def room_for(
     option: str = "ray_workers",
     less: str = "`max_rows`, `budget` or `threads`",
 ) -> tuple[Need, str]:
-    """Return the resources and the device of each worker, after a check that all workers fit.
+    """Return the resources that each worker needs and its device (``cuda``, ``cpu`` …), after a check that all fit.
 
     The cluster must have been joined.
 
@@ -51,6 +51,7 @@ def room_for(
     """
     found = nodes()
     check_versions(found)
+    # a worker runs on one device: a GPU, or none
     gpus = int(device.startswith("cuda") or (device == "auto" and any(node.gpus for node in found)))
     cpus = threads or (own_cpus(count, None) if address is None else share(found, count))
     need = Need(cpus=cpus, gpus=gpus, memory=0 if gpus else main_bytes)
@@ -59,9 +60,9 @@ def room_for(
 
 
 def whole(name: str | None) -> str | None:
-    """Return the full path of a file or folder, since workers run in other folders.
+    """Return the full path of a file or folder that exists here, since workers run in other folders.
 
-    Other names are returned unchanged.
+    Other names and ``None`` are returned unchanged.
     """
     if name is None:
         return None
@@ -73,7 +74,13 @@ def whole(name: str | None) -> str | None:
 
 
 def model_recipe(request: ModelOptions, device: str, adapters: Mapping[str, str] | None = None) -> ModelRecipe:
-    """Return the model of a command's options, as a worker loads it on its device, with adapters."""
+    """Return the recipe by which a worker loads the model of ``request`` on ``device``, with full paths.
+
+    Args:
+        request: the options of the command.
+        device: of the worker.
+        adapters: folders of adapters by their names.
+    """
     return ModelRecipe(
         model=whole(request.model),
         dtype=request.dtype,
@@ -102,7 +109,7 @@ def ended_with_its_cluster() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Hold back the first Ctrl-C while the context lasts: the function that is yielded returns ``True`` after it.
+    """Hold back the first Ctrl-C while the context lasts: the yielded function returns whether Ctrl-C was pressed.
 
     A second Ctrl-C interrupts as usual.
     """

@@ -49,7 +49,7 @@ _TAB = 8
 """Columns of a tab on a terminal."""
 _OUT_OF_MEMORY = "This machine has too little memory for that. Give it less to do at once, or free some memory."
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
-_ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}  # `json` escapes those below 32 itself
 
 _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]*))?`|^([a-z_]+)=(\S+)")
 """How messages name an argument of Python, see `kvkeep.errors`."""
@@ -69,7 +69,10 @@ def err() -> Console:
 
 
 def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Return a subcommand that prints errors of kvkeep as one line and exits; under `DEBUG`, after the traceback."""
+    """Return a subcommand that prints errors of kvkeep and a lack of memory in one line, and exits with `BAD_INPUT`.
+
+    Under `DEBUG` the traceback is printed first. Other errors pass.
+    """
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -89,7 +92,7 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _parameters(command: Callable[..., None]) -> dict[str, OptionInfo | ArgumentInfo]:
-    """Return typer's description of each parameter of a subcommand."""
+    """Return typer's description of each option and argument of a subcommand, by the parameter's name."""
     hints = get_type_hints(command, include_extras=True)
     return {
         name: info
@@ -103,7 +106,7 @@ def with_flags(message: str) -> str:
     """Return a message with its Python arguments replaced by flags of the running subcommand.
 
     ``Raise `prefill_chunk=64` `` becomes ``Raise --prefill-chunk 64``. An argument that the subcommand does not have
-    becomes plain words.
+    becomes plain words; with a value it stays as it is.
     """
     parameters = _PARAMETERS.get({})
 
@@ -119,7 +122,7 @@ def with_flags(message: str) -> str:
 
 
 def _flag(name: str, value: str | None, info: OptionInfo | ArgumentInfo) -> str:
-    """Return an option and its value as a user types them."""
+    """Return an option and its value as a user types them: ``--budget 512``, ``--no-page``; an argument's metavar."""
     if isinstance(info, ArgumentInfo):
         return info.metavar or name.upper()
     words = name.replace("_", "-")
@@ -131,7 +134,7 @@ def _flag(name: str, value: str | None, info: OptionInfo | ArgumentInfo) -> str:
 
 
 def _size(count: int) -> str:
-    """Return a size in bytes as `parse_bytes` reads it, without a digit lost."""
+    """Return a number of bytes as the value of an option, without a digit lost: ``3MB``, ``1234B``."""
     return f"{count // 10**6}MB" if count % 10**6 == 0 else f"{count}B"
 
 
@@ -170,7 +173,10 @@ class Heartbeat:
     @classmethod
     @contextmanager
     def working(cls, describe: Callable[[], str]) -> Iterator[None]:
-        """Print what ``describe`` returns every so often, as long as the context lasts."""
+        """Print what ``describe`` returns every so often, as long as the context lasts.
+
+        Do nothing on a terminal, or outside a subcommand. Of works within each other only the innermost is told.
+        """
         beat = cls._running.get()
         if beat is None or err().is_terminal:
             yield
@@ -225,7 +231,7 @@ def streamed_text(*, wraps: bool = False) -> Iterator[Callable[[str], None]]:
     Args:
         wraps: whether a terminal gets line breaks between words.
     """
-    last = "\n"
+    last = "\n"  # if nothing is printed, no line is ended
     wrap = _WordWrap() if wraps and sys.stdout.isatty() else None
 
     def write(piece: str) -> None:
@@ -253,16 +259,17 @@ class _WordWrap:
         self._has_begun = False  # whether a part of the word was shown already, since it is longer than a line
 
     def add(self, piece: str) -> str:
-        """Return what can be shown with one more piece."""
+        """Take one more piece of the text, and return what can be shown now; a word that may go on is held back."""
         return "".join(map(self._take, piece))
 
     def end(self) -> str:
-        """Return the rest."""
+        """Return the word that is still held back, with the spaces before it."""
         return self._hand_out()
 
     def _take(self, character: str) -> str:
-        """Return what can be shown after one more character: the word before a space, a line's end or a wide
-        character.
+        """Take one more character, and return what can be shown now, perhaps nothing.
+
+        A space, a line's end or a wide character ends the word that was held back.
         """
         if character == "\n":
             shown = self._hand_out() + character
@@ -281,7 +288,10 @@ class _WordWrap:
         return shown
 
     def _hand_out(self) -> str:
-        """Return the word and the spaces before it, or a line break in place of these."""
+        """Return the held back word, after its spaces or a line break in place of them, and hold nothing back.
+
+        Without a word return ``""``; spaces stay held back.
+        """
         spaces, word = self._spaces, self._word
         if not word:
             return ""
@@ -294,7 +304,7 @@ class _WordWrap:
 
     @property
     def _edge(self) -> int:
-        """Return the number of the terminal's columns."""
+        """Return the number of the terminal's columns at present, at least 1."""
         return max(1, shutil.get_terminal_size().columns)
 
     def _width(self, text: str) -> int:
@@ -308,7 +318,7 @@ def printable(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text on one line, with escapes for all characters that cannot be seen."""
+    """Return the text on one line, with escapes such as ``\\n`` for all characters that cannot be seen."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
@@ -336,7 +346,7 @@ def table(*columns: str) -> Table:
 
 
 def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
-    """Return names and values as a table with a head."""
+    """Return a table of two columns with the titles ``name`` and ``value``, and a row for each entry of ``rows``."""
     filled = table(name, value)
     for row in rows.items():
         filled.add_row(*row)
@@ -374,5 +384,5 @@ def show_seconds(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number and its noun as text: ``1 token``, ``2 tokens``."""
+    """Return a number and its noun as text, with an s for all numbers but 1: ``1 token``, ``2 tokens``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -116,7 +116,7 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     )
     engine = kvkeep.Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)
     with Page(screen, engine) as page:
-        for seen, event in enumerate(
+        for seen, event in enumerate(  # the first new token comes when the prompt alone has been read
             engine.stream(kvkeep.Request(prompt=prompt, sampling=sampling)), start=len(prompt)
         ):
             page.write(event, seen)
@@ -144,6 +144,7 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
         )
     screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
+    # names are indented by two, see `_add`
     table.columns[0].min_width = 2 + max(len(name) for name in POLICIES if name != DEFAULT)
     room = max(8, min(24, screen.width - OTHER_COLUMNS))  # an answer that is too long is cut; names, numbers never
     table.columns[2].no_wrap, table.columns[2].max_width = True, room
@@ -152,7 +153,7 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     full_bytes, kind = 0, ""
     with Live(table, console=screen, auto_refresh=False) as live:  # a low screen sees the head until all are there
         for answer in _answers(writer, prompt, budget):
-            full_bytes = full_bytes or answer.held_bytes
+            full_bytes = full_bytes or answer.held_bytes  # the full cache comes first
             if kind != (kind := _kind(answer.policy)):
                 table.add_row(Text(kind, "dim"))
             _add(table, answer, right=asked.right(answer.text), full_bytes=full_bytes)
@@ -163,12 +164,19 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
 
 
 def _kind(policy: str) -> str:
-    """Return the kind of a policy, which says how the policy chooses tokens."""
+    """Return the key of `KINDS` under which a policy of the demo stands, in words how it chooses tokens."""
     return next(kind for kind, names in KINDS.items() if policy in names)
 
 
 def _add(table: Table, answer: Answer, *, right: bool, full_bytes: int) -> None:
-    """Add the line of an answer."""
+    """Add a row with a policy's answer to the table.
+
+    Args:
+        table: the table.
+        answer: the answer.
+        right: whether it is right.
+        full_bytes: bytes of the full cache, of which the row shows a share.
+    """
     table.add_row(
         "  the default" if answer.policy == DEFAULT else f"  {answer.policy}",
         str(answer.budget),
@@ -180,7 +188,7 @@ def _add(table: Table, answer: Answer, *, right: bool, full_bytes: int) -> None:
 
 
 def show_next(screen: Console) -> None:
-    """Print three commands, as this shell can call them."""
+    """Print the commands of `NEXT` with their purposes, with kvkeep's program as this shell can call it."""
     _title(screen, "3  What to try next")
     script = Path(sys.argv[0])
     program = os.path.relpath(script) if script.name == "kvkeep" else "python -m kvkeep"
@@ -208,7 +216,7 @@ class Answer:
 
 
 def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterator[Answer]:
-    """Yield each policy's answer. The full cache comes first."""
+    """Yield the answer to a prompt under each of `POLICIES`, as soon as it is there. The full cache comes first."""
     tokens = prompt.shape[1]
     generate = cast("Callable[..., Tensor]", writer.model.generate)
     for name in POLICIES:
@@ -224,7 +232,7 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
 
 
 def _question(writer: Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
-    """Return a question whose fact is about `DISTANCE_TOKENS` tokens before the end, and the prompt's token ids."""
+    """Return a question whose fact is about `DISTANCE_TOKENS` tokens before the end, and its prompt as token ids."""
     from kvkeep.models.tiny.recall import question
     from kvkeep.models.tokenization import encode
 
@@ -247,13 +255,13 @@ def _stated(asked: Question) -> str:
 
 
 def _end_line(screen: Console) -> None:
-    """End the last line of a live display, as rich itself does on a terminal only."""
+    """End the last line of a live display where the output is no terminal; on one, rich does it itself."""
     if not screen.is_terminal:
         screen.print()
 
 
 def _title(screen: Console, title: str) -> None:
-    """Show a heading."""
+    """Print a heading."""
     screen.print(Text(title, "bold cyan"))
 
 
@@ -276,7 +284,7 @@ class Page:
         _end_line(self._screen)
 
     def write(self, event: kvkeep.Event, seen: int) -> None:
-        """Add a piece of text; the page is redrawn at most ten times a second.
+        """Add a piece of text; on a terminal the page is redrawn, at most ten times a second.
 
         Args:
             event: the new token.
@@ -300,5 +308,8 @@ class Page:
 
 
 def _bar(mine: int, other: int, width: int = 24) -> Text:
-    """Return a bar for one of two sizes. The larger size fills the width."""
+    """Return the bar of the first of two sizes, of one character or more. The larger size would fill the width.
+
+    It is green unless ``mine`` is the larger one.
+    """
     return Text("█" * max(1, round(width * mine / max(mine, other, 1))), "green" if mine <= other else "red")

@@ -32,7 +32,7 @@ def processes() -> int:
 
 
 def leads() -> bool:
-    """Return whether this process is the one that prints and writes files."""
+    """Return whether this process prints and writes files: it is the only one, or the first that torchrun started."""
     return processes() == 1 or _number("RANK") == 0
 
 
@@ -95,7 +95,10 @@ def refuse_standard_input() -> None:
 
 
 def told(value: Any) -> Any:
-    """Send a JSON value of the first process to all processes, and return it. All must have joined."""
+    """Return in all processes the first one's ``value``, as JSON hands it on; a single process gets its own back.
+
+    All must have joined, and all must call this.
+    """
     if processes() == 1:
         return value
     import torch

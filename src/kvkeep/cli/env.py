@@ -63,7 +63,7 @@ def env(
 
 
 def _show(facts: dict[str, Any]) -> None:
-    """Write facts to standard output, in columns that those of a further call continue."""
+    """Print facts in two columns, which begin at the same places in each call."""
     rows = {name.replace("_", " "): _fact_text(name, fact) for name, fact in facts.items()}
     shown = console.out()
     shown.print(console.facts(rows, name_width=max(map(len, _PACKAGES))))
@@ -71,7 +71,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _missing_kernel() -> str | None:
-    """Return a sentence on the native kernel if this machine lacks it; ``None`` if it is there."""
+    """Return a sentence on the native kernel of the CPU if it is missing here; ``None`` if it is there."""
     with fast_imports():
         import torch
 
@@ -107,7 +107,7 @@ def _version(package: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    """Return what torch says of devices, threads and backends."""
+    """Return facts about devices, threads and backends as plain data; the backends' check may compile the kernel."""
 
     import torch
 
@@ -125,7 +125,10 @@ def _hardware() -> dict[str, Any]:
 
 
 def _backends() -> list[dict[str, str]]:
-    """Return each device kind's backend, and why it was chosen. The native kernel is compiled if need be."""
+    """Return the backend of the CPU and of CUDA, if there is one, and why it was chosen, or why there is none.
+
+    The native kernel is compiled if need be.
+    """
     import torch
 
     from kvkeep.backends import choose, why
@@ -142,7 +145,7 @@ def _backends() -> list[dict[str, str]]:
 
 
 def _cuda_bytes(index: int) -> int:
-    """Return the memory of a GPU."""
+    """Return the bytes of all memory of the GPU with this index."""
 
     import torch
 
@@ -150,7 +153,7 @@ def _cuda_bytes(index: int) -> int:
 
 
 def _memory_bytes() -> int | None:
-    """Return the size of main memory; ``None`` if the system does not tell."""
+    """Return the bytes of all main memory; ``None`` if the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on Windows
@@ -170,7 +173,7 @@ def _policies() -> list[str]:
 
 
 def _fact_text(name: str, fact: Any) -> str:
-    """Return a fact as a text for the terminal."""
+    """Return a fact as a text for the terminal; one named devices, backends or policies is a list, in its own form."""
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
     if name == "backends":

@@ -46,7 +46,7 @@ RECIPES = (
 def joined(
     merge: str | None, leaderboard: str | None, report: str | None, shard: object, *, dry_run: bool
 ) -> list[Path]:
-    """Return the folders of ``--merge`` or ``--leaderboard``; ``[]`` if neither was given.
+    """Return the folders in the list of ``--merge`` or ``--leaderboard``; ``[]`` if neither was given.
 
     Raises:
         InputError: two options were given that exclude each other.
@@ -106,17 +106,17 @@ def whole(text: str, option: str) -> int:
 
 
 def _seeds(text: str, option: str) -> tuple[int, ...]:
-    """Return the seeds of an option, each once."""
+    """Return the seeds in an option's list with commas, in their order, each once."""
     return tuple(dict.fromkeys(whole(item, option) for item in items(text, option)))
 
 
 def _contexts(text: str, option: str) -> tuple[int, ...]:
-    """Return the lengths of an option in tokens."""
+    """Return the lengths in an option's list with commas, in tokens."""
     return tuple(parse_tokens(item, option) for item in items(text, option))
 
 
 def _parts(text: str | None, option: str) -> tuple[str, ...]:
-    """Return the names of an option; nothing if it is not given."""
+    """Return the names in an option's list with commas; ``()`` if it is not given."""
     return () if text is None else tuple(items(text, option))
 
 
@@ -124,8 +124,9 @@ def _parts(text: str | None, option: str) -> tuple[str, ...]:
 
 
 def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
-    """Return the options that a recipe sets and the user has not given, with their values; an empty mapping without
-    a recipe.
+    """Return the options that a recipe sets and the user has not given, with their values as they would be typed.
+
+    Without a recipe return an empty mapping.
 
     Raises:
         InputError: there is no such recipe, or ``--quick`` without one.
@@ -141,7 +142,7 @@ def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
 
 
 def check(workers: int | None, address: str | None, *, idle: bool) -> None:
-    """Refuse a number of workers or an address that cannot be used.
+    """Refuse workers for a command that runs no cell, and a number of workers or an address that cannot be used.
 
     Args:
         workers: the value of ``--ray-workers``.
@@ -388,7 +389,7 @@ class EvalOptions(ModelOptions):
             check_policies(self.policies)
 
     def checked(self) -> EvalOptions:
-        """Return the options with their folders, after checks that concern several options.
+        """Return a copy of the options with the folders of results, after checks that concern several options.
 
         Raises:
             InputError: options exclude each other, or a folder is missing.

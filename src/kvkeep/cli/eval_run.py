@@ -80,7 +80,7 @@ class Expected:
 
 
 def expect(grid: Grid, dtype: str) -> list[Expected]:
-    """Return the estimated costs of all cells, by `kvkeep.planning`.
+    """Return the estimated cost of each cell of the grid, in the grid's order.
 
     Raises:
         KVKeepError: the model cannot be planned.
@@ -90,7 +90,14 @@ def expect(grid: Grid, dtype: str) -> list[Expected]:
 
 
 def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
-    """Return what a cell of the grid is expected to take: rows at once, bytes, and bytes that decoding reads."""
+    """Return what a cell of the grid is expected to take: rows at once, bytes, and bytes that decoding reads.
+
+    Args:
+        model: what is known of the model without its weights.
+        planned: the cell.
+        new: the most new tokens of a row.
+        dtype: the value of ``--dtype``.
+    """
     longest, count = max(planned.lengths), len(planned.lengths)
     rows = min(count, max(1, BATCH_TOKENS // longest))
     made = plan(model, planned.policy, max(planned.budgets), context=longest + new, dtype=dtype, rows=rows)
@@ -107,7 +114,14 @@ def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
 
 
 def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
-    """Print the largest cell of each case, the memory and time of the whole grid, and what else there is to say."""
+    """Print the largest cell of each case, and the memory and time of the whole grid; measure the machine for that.
+
+    Args:
+        grid: the cells.
+        dtype: the value of ``--dtype``.
+        device: that of ``--device``.
+        about: further lines, name → text.
+    """
     expected = expect(grid, dtype)
     screen = console.out()
     table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
@@ -140,7 +154,12 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
 
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:
-    """Return a case's line of the table of ``--dry-run``."""
+    """Return a case's line of the table of ``--dry-run``: its name, then figures of its cells.
+
+    Args:
+        case: the name.
+        own: the costs of its cells. Rows and tokens are shown of the first one, bytes of the largest.
+    """
     first = own[0]
     # the full cache has a column of its own
     bounded = [cost for cost in own if cost.planned.policy.evicts] or own
@@ -167,9 +186,12 @@ _GAP = 2
 
 
 def parts(source: reports.Table, width: int) -> Iterator[Table]:
-    """Yield a table of results for a terminal of this width; several if its columns do not fit beside each other."""
+    """Yield a table of results for a terminal of this width; several if its columns do not fit beside each other.
+
+    Each has the names of the policies, which may be folded, in its first column.
+    """
     names = [console.visible(policy) for policy in source.rows]
-    longest = min(max(map(len, ("policy", *names))), width // 2)
+    longest = min(max(map(len, ("policy", *names))), width // 2)  # figures get half of the line at least
     columns = list(zip(map(console.visible, source.columns), *source.rows.values(), strict=True))
     for some in _fitting(columns, width - longest - _GAP):
         part = console.table("policy", *(column[0] for column in some))
@@ -182,7 +204,10 @@ def parts(source: reports.Table, width: int) -> Iterator[Table]:
 
 
 def _fitting(columns: Sequence[Sequence[str]], room: int) -> Iterator[Sequence[Sequence[str]]]:
-    """Yield the columns (a title and its cells each) in groups that fit into so many characters."""
+    """Yield the columns (a title and its cells each) in groups that fit into ``room`` characters.
+
+    A column that is wider is a group of its own.
+    """
     group: list[Sequence[str]] = []
     left = room
     for column in columns:
@@ -267,7 +292,7 @@ def _run_here(grid: Grid, request: EvalOptions, records: Records, todo: int) -> 
 
 
 def show_report(request: EvalOptions) -> None:
-    """Show the results of a finished folder.
+    """Print the results that a folder holds, and draw the plots again.
 
     Raises:
         InputError: the folder has no results, or the results cannot be read.
@@ -306,7 +331,7 @@ def page(request: EvalOptions) -> None:
 
 
 def prepare(request: EvalOptions) -> Grid:
-    """Check a request, cheap tests first, and return the grid, without reading weights.
+    """Check a request, cheap tests first, and return the grid, without reading weights; with ``--shard`` its share.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -334,7 +359,7 @@ def prepare(request: EvalOptions) -> Grid:
 
 
 def _options(request: EvalOptions) -> list[Options]:
-    """Return the options of the tasks, once for each seed and way to ask."""
+    """Return the options of the tasks, once for each pair of a seed and a way to ask."""
     options = Options(
         seed=request.seeds[0],
         limit=request.limit,
@@ -357,7 +382,7 @@ def _options(request: EvalOptions) -> list[Options]:
 
 
 def _show(request: EvalOptions, records: Records, **more: Any) -> None:
-    """Print the tables, draw the plots, and print the paths of all files.
+    """Draw the plots, and print the tables, notes and paths of all files; with ``--json`` one JSON object.
 
     Args:
         request: the options of the command.
@@ -388,7 +413,7 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
 
 
 def _draw(request: EvalOptions, records: Records) -> Sequence[Path]:
-    """Draw the plots and return their files; nothing if they are not wanted or cannot be drawn.
+    """Draw the plots and return their files; ``[]`` if they are not wanted or cannot be drawn, which a note says.
 
     Raises:
         InputError: the plots cannot be drawn, for another reason than that their files cannot be written.
@@ -408,7 +433,7 @@ def _draw(request: EvalOptions, records: Records) -> Sequence[Path]:
 
 
 def _places(request: EvalOptions, pictures: Sequence[Path]) -> dict[str, str]:
-    """Return where results and plots are, for the last lines."""
+    """Return where results and plots are, for the last lines: name → path of the results, names of the plots."""
     drawn = {"plots": ", ".join(path.name for path in pictures)} if pictures else {}
     return {"results": str(request.output / "results.jsonl"), **drawn}
 
@@ -440,7 +465,7 @@ class CellRecipe:
 
 
 def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) -> int:
-    """Run every cell without a row on workers, and return the number of workers.
+    """Run every cell without a row on workers of Ray, and return the number of workers, not more than cells.
 
     Args:
         grid: the grid.
@@ -490,7 +515,7 @@ def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]
 
 
 def _bytes(grid: Grid, request: EvalOptions) -> int:
-    """Return the main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
+    """Return the bytes of main memory of a worker, as ``--dry-run`` counts; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
         peaks = [cost.peak_bytes - less * cost.weight_bytes for cost in expect(grid, request.dtype)]
@@ -499,14 +524,18 @@ def _bytes(grid: Grid, request: EvalOptions) -> int:
 
 
 def _folder(data: str | None) -> str | None:
-    """Return the option ``--data``: ``hub``, or the full path of a folder."""
+    """Return the value of ``--data`` for a worker: ``hub`` and ``None`` as they are, a folder by its full path."""
     return data if data == HUB else whole(data)
 
 
 def _fill(
     grid: Grid, records: Records, pool: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
 ) -> None:
-    """Run the cells without a row on workers, and write the rows as they come."""
+    """Run the cells without a row on workers, and write the rows as they come, until all are done or ``stopped()``.
+
+    Raises:
+        InputError: a cell could not be run, the folder cannot be used, or a worker computes in another dtype.
+    """
     about = pool.facts.about
     with cells_to_run(grid, records, about) as queue:
 
@@ -529,13 +558,18 @@ def _fill(
 
 
 def _with_whole_path(setup: Setup) -> Setup:
-    """Return the same setup with the full path of a profile's file."""
+    """Return the setup with the full path of the profile that its rule for heads names; the same if it names none."""
     rule, colon, file = (setup.head_budget or "").partition(":")
     return replace(setup, head_budget=f"{rule}:{whole(file)}") if rule == "profile" and colon else setup
 
 
 def _unfinished(failed: Mapping[int, str], cells: Mapping[int, Planned]) -> str:
-    """Return the error message for cells whose workers have died."""
+    """Return the error message for cells whose workers have died.
+
+    Args:
+        failed: number of a cell → reason.
+        cells: all cells that were to run, by number.
+    """
     first = min(failed)
     return (
         f"{console.count(len(failed), 'cell')} of {len(cells)} {'has' if len(failed) == 1 else 'have'} no row, first "

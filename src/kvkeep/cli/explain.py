@@ -108,10 +108,10 @@ class ExplainOptions(ModelOptions):
             check_policies(self.policies, alone=True)
 
     def checked(self) -> ExplainOptions:
-        """Check that the page can be written, and return the options themselves.
+        """Check that something is written or printed, and can be; return the options themselves.
 
         Raises:
-            InputError: there is no place for the page, or no question that could come later.
+            InputError: there is no place for the page, it cannot be written, or no question could come later.
         """
         if self.output is None and self.plots is None and not (self.terminal or self.json):
             raise InputError("There is no place for the page. Give --output page.html, or --terminal to see it here.")
@@ -130,7 +130,7 @@ class ExplainOptions(ModelOptions):
             target(self.output, "page", example="page.html", overwrite=self.overwrite)
 
     def line(self) -> str:
-        """Return the command line that makes the page again."""
+        """Return the command line, quoted for a shell, that makes the page again where it does not exist."""
         options: dict[str, object] = {
             "--text": self.text,
             "--prompt": self.question,
@@ -161,7 +161,7 @@ class ExplainOptions(ModelOptions):
 
 
 def as_typed(budget: float | int) -> str:
-    """Return a budget as the option takes it: a share in per cent, or a number of tokens."""
+    """Return a budget as the option takes it: a float in per cent, ``20%``, or an int as a number of tokens."""
     if isinstance(budget, int):
         return str(budget)
     return f"{budget * 100:.15g}%"  # 15 digits hide how a share was rounded

@@ -38,7 +38,10 @@ _STYLES = ("dim", "", "on grey23", "white on blue", "bold white on blue")
 
 
 def show(screen: Console, found: Explanation) -> None:
-    """Print the texts as they are after the last token, and how to read them."""
+    """Print the text and the answer under each policy, as its cache held them after the last token, and how to read it.
+
+    The texts stand side by side, or one above the other on a narrow screen.
+    """
     aside = screen.width // len(found.runs) >= _NARROWEST
     grid = Table.grid(expand=True, padding=(0, 1))
     for _ in found.runs if aside else found.runs[:1]:
@@ -57,7 +60,10 @@ def show(screen: Console, found: Explanation) -> None:
 
 
 def _shaded(tokens: list[str], run: PolicyRun) -> Text:
-    """Return the text and the answer, with each token shaded by the share of heads that keep it."""
+    """Return the text and the answer, with each token shaded by the share of heads that hold it at the end.
+
+    Tokens that none holds are dots.
+    """
     shares = (run.ledger.dropped < 0).float().mean(dim=0).tolist()
     shaded = Text()
     for token, share in zip([*tokens, *run.answer], shares, strict=False):  # shares have room for the longest answer
@@ -92,7 +98,7 @@ def serve(request: ExplainOptions) -> None:
 
 
 def _serve(request: ExplainOptions) -> None:
-    """Check the options, run the policies and write the page, or show the last moment in the terminal."""
+    """Check the options, run the policies, and write or print what was asked for."""
     policies = None if request.policies is None else split_policies(request.policies)
     options: dict[str, Any] = {
         "case": request.case,
@@ -155,7 +161,10 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
 
 
 def _sum(found: Explanation) -> None:
-    """Print a table of each policy's answer, its agreement with the full cache's, and its bytes."""
+    """Print a table of each policy's answer, its agreement with the full cache's, and its bytes.
+
+    Below it say where each answer parts from the full cache's.
+    """
     figures = console.table("", "answer", "agrees", "memory", "compression")
     for run in found.runs:
         end = run.ledger.answered
@@ -175,11 +184,11 @@ def _sum(found: Explanation) -> None:
 
 
 def _parting(found: Explanation, place: int, run: PolicyRun) -> str:
-    """Return in words where an answer parts from the full cache's: its token there, and the full cache's."""
+    """Return in words which token a policy's answer has at ``place`` (from 0), and which the full cache's has there."""
     ours, theirs = run.answer[place:][:1], found.answer[place:][:1]
     return f"token {place + 1}, {_quoted(ours, found)} in place of {_quoted(theirs, found)}"
 
 
 def _quoted(token: list[str], found: Explanation) -> str:
-    """Return a token in quotes; a special one, or a list without one, is the end of the text."""
+    """Return the token of a list of one in quotes; ``an end`` for a special token or an empty list."""
     return console.visible(repr(token[0])) if token and token[0] not in found.special else "an end"

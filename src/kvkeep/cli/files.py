@@ -45,7 +45,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
 
 def check_text(file: str | None, *, kind: str) -> None:
-    """Refuse a text file that does not exist, as `read_text` would. Whether it can be read is not tried.
+    """Refuse a text file that cannot be looked up, as `read_text` would. Whether it can be read is not tried.
 
     Standard input and ``None`` pass, and an empty name, which `read_text` refuses.
 
@@ -60,7 +60,12 @@ def check_text(file: str | None, *, kind: str) -> None:
 
 
 def not_empty(text: str, source: str, purpose: str) -> str:
-    """Return a text, after a check that it is not empty.
+    """Return a text as it is, after a check that it has more than white space.
+
+    Args:
+        text: the text.
+        source: where it comes from, for the message.
+        purpose: the last sentence of the message.
 
     Raises:
         InputError: the text is empty, or only white space.
@@ -144,7 +149,7 @@ def refuse_device(file: str, kind: str) -> None:
 
 
 def place(text: str, option: str) -> Path:
-    """Return the path for results that an option names.
+    """Return the path for results that an option names, with the home folder in place of ``~``.
 
     Args:
         text: the value of the option.
@@ -159,7 +164,7 @@ def place(text: str, option: str) -> Path:
 
 
 def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
-    """Return the file of ``--output``, after a check that it can be written.
+    """Return the path itself, after a check that a file can be written there.
 
     Args:
         path: the file's path.
@@ -168,7 +173,7 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
         overwrite: whether the file may replace another one.
 
     Raises:
-        InputError: there is something of that name already, or no folder for it.
+        InputError: there is no folder for it, something that may not be replaced has the name, or it is ``-``.
     """
     if str(path) == STANDARD_OUTPUT:
         raise InputError(f"A {what} is written to a file, not to standard output; give a name such as {example}.")
@@ -190,7 +195,7 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
 
 
 def data_folder() -> Path:
-    """Return the folder in which the system keeps a user's data.
+    """Return the folder in which the system keeps a user's data, which need not exist.
 
     Raises:
         InputError: there is no such folder, because the user has no home.
@@ -199,7 +204,7 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which the system keeps what a user's programs can make again.
+    """Return the folder in which the system keeps what a user's programs can make again; it need not exist.
 
     Raises:
         InputError: there is no such folder, because the user has no home.
@@ -208,7 +213,12 @@ def cache_folder() -> Path:
 
 
 def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
-    """Return the folder that a variable names, or the one below the user's home.
+    """Return the folder that an environment variable names, or else one below the user's home.
+
+    Args:
+        variable: the variable; Windows has one of its own, and macOS none.
+        below: path below the home.
+        below_on_mac: the same on macOS.
 
     Raises:
         InputError: the user has no home.
@@ -227,7 +237,7 @@ def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a new temporary folder.
+    """Return a new temporary folder, which is removed when its context ends.
 
     Raises:
         InputError: no temporary folder can be made.
@@ -242,7 +252,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _is_endless(path: Path) -> bool:
-    """Return whether a file is a device such as ``/dev/zero``, unless standard input comes from it."""
+    """Return whether a file is a device such as ``/dev/zero`` or a terminal, unless standard input comes from it."""
     with suppress(OSError):
         found = path.stat()
         if stat.S_ISCHR(found.st_mode):
@@ -253,7 +263,7 @@ def _is_endless(path: Path) -> bool:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a file can be read only once."""
+    """Return whether a path is a pipe, a device or a socket, which can be read only once."""
     with suppress(OSError):  # e.g. a name that is too long: the file's reader raises the error
         return path.is_fifo() or path.is_char_device() or path.is_socket()
     return False

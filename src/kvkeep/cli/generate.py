@@ -76,10 +76,10 @@ class BatchOptions:
 
 
 def parse_memory(text: str, option: str) -> str:
-    """Return the file name that ``--memory`` gives.
+    """Return the file name that ``--memory`` gives, as it is. The file need not exist.
 
     Raises:
-        InputError: the text is empty, or a size.
+        InputError: there is no such file, and the text is empty or looks like a size such as ``2GB``.
     """
     if exists(text):  # a file may be called 2GB
         return text
@@ -124,7 +124,7 @@ def standard_input(
 
 
 def read_prompt(prompt: str | None, file: str | None, *, model: str | None = None) -> str:
-    """Return the prompt of ``--prompt`` or of a file.
+    """Return the text of the prompt, from ``--prompt`` or from a file.
 
     Args:
         prompt: the text; ``-`` is standard input.
@@ -132,7 +132,7 @@ def read_prompt(prompt: str | None, file: str | None, *, model: str | None = Non
         model: the model, which may be a prompt or a file that somebody forgot to announce.
 
     Raises:
-        InputError: there is no prompt, there are two, or the file cannot be read.
+        InputError: there is no prompt, there are two, it is empty or the name of a file, or the file cannot be read.
     """
     if prompt == STANDARD_INPUT and file is None:
         prompt, file = None, STANDARD_INPUT
@@ -158,10 +158,10 @@ def _output_place(output: str) -> str:
 
 
 def read_schema(file: str, option: str) -> str:
-    """Return the JSON schema of a file, as text.
+    """Return the JSON schema of a file, as text. Whether it is one is not checked.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, or is empty.
     """
     return read_text(file, kind="JSON schema", purpose='Give a schema such as {"type": "object"}.')
 
@@ -177,7 +177,7 @@ def word_of_prompt(model: str | None, prompt: str | None) -> str | None:
 
 
 def _advice(model: str | None) -> str:
-    """Return advice on how to give a prompt. A word in the model's place may have been meant as the prompt."""
+    """Return advice on how to give a prompt, for a command without one. ``model`` may have been meant as the prompt."""
     if model is not None and exists(model, folder=False):
         return f"{model} is a file, not a model; to continue its text: --prompt-file {quoted(model)}"
     # a slash is for names of the hub and paths, which were meant as a model
@@ -362,7 +362,7 @@ class GenerateOptions(GenerationOptions):
 
     @property
     def batch(self) -> BatchOptions | None:
-        """Return the options of a batch job; ``None`` for a single prompt."""
+        """Return the options of a batch job; ``None`` without ``--input`` or ``--output``."""
         if self.input is None or self.output is None:
             return None
         return BatchOptions(

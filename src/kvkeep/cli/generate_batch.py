@@ -129,7 +129,7 @@ def run(
 
 
 def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json: bool) -> None:
-    """Print the numbers of a job, as JSON or in words."""
+    """Print the numbers of a job, as JSON or in words; in words only if the job has written new tokens."""
     new, seconds = found["new_tokens"], found["seconds"]
     if as_json:
         stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout  # completions have the other one
@@ -142,7 +142,7 @@ def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json:
 
 
 def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:
-    """Write failed lines to the file for them. An error of that is printed, since it does not concern completions."""
+    """Call ``set_aside`` with failed lines (number → reason); print its error, which does not concern completions."""
     try:
         set_aside(failed)
     except InputError as error:
@@ -150,7 +150,7 @@ def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], 
 
 
 def _say_how_to_resume(output: OutputFile, done: int, total: int) -> None:
-    """Say how many lines are done, and how to go on."""
+    """Print a note on how many lines are done, and how to go on."""
     to_file = output.name != STANDARD_OUTPUT
     on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
     console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
@@ -159,7 +159,15 @@ def _say_how_to_resume(output: OutputFile, done: int, total: int) -> None:
 def _problems(
     output: OutputFile, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int
 ) -> Iterator[str]:
-    """Yield the reasons why lines have no completion."""
+    """Yield a sentence for each reason why lines have no completion: failed, not read again, or lost in the output.
+
+    Args:
+        output: the output.
+        kept: numbers of the lines whose completions are in it at the end.
+        failed: line number → reason.
+        unread: numbers of lines that were not found again in the input.
+        total: number of all lines.
+    """
     if failed:
         first = min(failed)
         yield f"{len(failed)} of {console.count(total, 'line')} failed, first line {first}: {failed[first].rstrip('.')}"
@@ -182,7 +190,7 @@ class Idle:
     size: Mapping[str, int] = {"rows": 0, "row_bytes": 0}
 
     def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
-        """Return that there are no new tokens and no failed lines."""
+        """Run nothing, and return no new tokens and no failed lines."""
         return 0, {}
 
 
@@ -243,7 +251,10 @@ class AnswerWriter:
         self.failed: dict[int, str] = {}
 
     def begin(self, engine: Engine, line: InputLine, place: int) -> None:
-        """Hand a request to the engine. A request whose line has failed already is not run."""
+        """Hand the request at ``place`` of a line to the engine. If the engine refuses it, the line fails.
+
+        A request whose line has failed already is not run.
+        """
         request = line.requests[place]
         try:
             number = None if line.number in self.failed else engine.add(request)
@@ -257,7 +268,7 @@ class AnswerWriter:
             self._bar.begin(number, request)
 
     def end(self, number: int, result: Result) -> None:
-        """Store a result; with the last one of a line, write the line. A failed request fails its line."""
+        """Store the result of a request; with a line's last one, write the line. A failed request fails its line."""
         line, place = self.running.pop(number)
         self._bar.end(number, result)
         if result.finish_reason == "error":
@@ -272,7 +283,7 @@ class AnswerWriter:
             self._bar.line()
 
     def _fail(self, line: InputLine, reason: str) -> None:
-        """Note why a line failed, and forget the results of its other requests."""
+        """Note why a line failed (the first reason stays), and forget the results of its other requests."""
         self.failed.setdefault(line.number, reason)
         self._results.pop(line.number, None)
 
@@ -283,7 +294,9 @@ class AnswerWriter:
 def settings_of(
     request: GenerateOptions, policy: Policy, budget: int, defaults: SamplingParams, memory: SavedMemory | None
 ) -> dict[str, object]:
-    """Return the settings that completions depend on, except lines, weights and options at their defaults.
+    """Return the settings that completions depend on: name → value, without lines and weights.
+
+    Options at their defaults are left out, except model, policy and budget.
 
     The embedded model is named "embedded", wherever it is installed.
     """
@@ -387,7 +400,12 @@ def published(batch: BatchOptions) -> Iterator[BatchOptions]:
 
 
 def _publish(destination: Destination, *, complete: bool) -> None:
-    """Write the completions to where the user wants them, and say so."""
+    """Write the completions to where the user wants them, and print a note on it.
+
+    Args:
+        destination: the place.
+        complete: whether every line has its completion, so that the local copy can go.
+    """
     destination.publish(complete=complete)
     console.note(f"completions are in {destination.target}")
 
@@ -449,7 +467,7 @@ def serve(request: GenerateOptions) -> None:
 
 
 def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
-    """Run a batch job over the lines of a local file, writing to another local file."""
+    """Run a batch job over the lines of a local file, writing to another local file or a stream."""
     memory = None if request.memory is None else SavedMemory.read(request.memory)
     request = with_keep_prompt(with_memory_settings(request, memory))
     policy = parse_policy(request.policy)
@@ -503,9 +521,9 @@ class _Job:
 
     @property
     def has_old_weights(self) -> bool:
-        """Return whether the model's files have not changed since the output was written.
+        """Return whether the model's files have certainly not changed since the output was written.
 
-        That is not known of hub names and of adapters, whose folders an output does not name. The time of a change is
+        ``False`` for hub names and with adapters: an output does not name their folders. The time of a change is
         the system's own, which no copy brings along.
         """
         place = Path(self.checkpoint.name)
@@ -519,13 +537,19 @@ class _Job:
             return False
 
     def end(self) -> None:
-        """Say that all lines were done before. The model is not loaded: its weights are those of the completions."""
+        """Print the summary of a job whose lines were all done before. The model is not loaded."""
         _remark(self.survey, self.checkpoint, self.request)
         # no engine judges the lines: each was fit to run when it was run
         self.run(Idle(), _todo(self, lambda shapes: [None] * len(shapes)))
 
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
-        """Print the policy, the budget, and the rows that hold the lines."""
+        """Print, on a terminal only, the policy, the budget, and how many rows of how many bytes run the lines.
+
+        Args:
+            budget: tokens kept per layer and head.
+            rows, row_bytes: sequences at once, and the bytes of each.
+            each: words before the number of rows.
+        """
         console.progress(
             f"{label(self.request.policy)}, budget {budget}: {each}{console.count(rows, 'row')} of "
             f"{console.show_bytes(row_bytes)}; a line without a temperature gets {self.request.temperature:g}"
@@ -622,7 +646,7 @@ def _survey(source: Path, read_line: Read, batch: BatchOptions, memory: SavedMem
 
 
 def _nothing_to_run(survey: Survey, batch: BatchOptions) -> InputError:
-    """Return the error for an input without a line that can be run."""
+    """Return the error for an input without a line that can be run. It is not raised."""
     name = "Standard input" if batch.input == STANDARD_INPUT else batch.input
     if not survey.bad:
         return InputError(f'{name} has no lines. Give one JSON object per line, such as {{"prompt": "…"}}.')
@@ -638,7 +662,10 @@ def _open(path: str) -> OutputFile:
 
 
 def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: OutputFile) -> int:
-    """Return the budget: from the request, from an earlier run of this job, or with room for the longest line."""
+    """Return the budget in tokens: the request's, else that of an earlier run of this job, else the policies' default.
+
+    The default has regard to the longest line.
+    """
     if request.budget:
         return request.budget
     named = []
@@ -657,8 +684,10 @@ def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: Ou
 
 
 def _rule_for_layers(budget: int, survey: Survey, output: OutputFile) -> str | None:
-    """Return the rule by which layers share the budget: that of an earlier run of this job, whose input may have got
-    longer lines since, or the one for its longest line.
+    """Return the rule by which layers share the budget: ``uniform`` if it holds the longest line, else ``None``.
+
+    ``None`` is the policy's own rule. That of an earlier run of this job stays, though its input may have got longer
+    lines since.
     """
     if output.made_by:  # another rule that it names is refused later
         return "uniform" if output.made_by.get("layer_budget") == "uniform" else None
@@ -693,9 +722,9 @@ def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
 
 
 def _todo(job: _Job, judge: Judge) -> dict[int, str]:
-    """Return the lines to run now, with their fingerprints.
+    """Return the numbers of the lines to run now, with their fingerprints.
 
-    Lines that the engine refuses are set aside, or stop the job.
+    Lines that ``judge`` refuses are written to the file of lines without an answer, or stop the job.
 
     Raises:
         InputError: a line cannot be run, and such lines are not to be set aside.
@@ -713,7 +742,7 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
 
 
 def _refusal(number: int, reason: str) -> InputError:
-    """Return the error about a line that cannot be run."""
+    """Return the error about a line that cannot be run. It is not raised."""
     return InputError(
         f"Line {number} cannot be run: {reason}. Nothing was generated. Mend it, or set such lines aside with "
         "--skip-bad."
@@ -721,5 +750,5 @@ def _refusal(number: int, reason: str) -> InputError:
 
 
 def _lines(source: Path, todo: Mapping[int, str]) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines to run, read once more. A line whose text has changed since the survey is left out."""
+    """Yield number and bytes of the lines to run, read once more. A line that has changed since is left out."""
     return ((number, raw) for number, raw in read_lines(source) if number in todo and digest(raw) == todo[number])

@@ -55,9 +55,9 @@ Read: TypeAlias = Callable[[int, bytes], InputLine | BadLine]
 def reader(
     checkpoint: Checkpoint, request: GenerateOptions, defaults: SamplingParams, memory: SavedMemory | None
 ) -> Read:
-    """Return a function that takes a line's number and bytes, and reads it with the model's tokenizer.
+    """Return a function that takes a line's number and bytes, and returns its requests with the prompts as token ids.
 
-    It returns a `BadLine` for a line that cannot be run. Each line follows the memory, if any.
+    It returns a `BadLine` for a line that cannot be run. Each prompt follows the memory, if any.
 
     Raises:
         InputError: the memory is a conversation's.
@@ -107,7 +107,7 @@ def reader(
 
 
 def _past_of(memory: SavedMemory) -> ConversationHistory:
-    """Return the tokens of a remembered text.
+    """Return what a memory knows of the text that it was made from: its token ids, and how questions follow.
 
     Raises:
         InputError: the memory is a conversation's.
@@ -122,12 +122,18 @@ def _past_of(memory: SavedMemory) -> ConversationHistory:
 
 
 def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
-    """Return whether a prompt consists of token ids."""
+    """Return whether a prompt, which is not empty, is a list of token ids, not a text or messages."""
     return not isinstance(prompt, str) and isinstance(prompt[0], int)
 
 
 def _encode(checkpoint: Checkpoint, asked: Asked, **special: bool) -> list[int]:
-    """Return the token ids of a line's messages, by the chat template, or of its prompt."""
+    """Return the token ids of a request's messages, by the chat template, or of its text.
+
+    Args:
+        checkpoint: the model.
+        asked: the request.
+        special: arguments of the tokenizer, such as ``add_special_tokens``.
+    """
     if asked.messages is not None:
         how: dict[str, Any] = {**asked.templated, **special}
         chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **how)[0].tolist()
@@ -155,10 +161,10 @@ def _encode_after(checkpoint: Checkpoint, asked: Asked, past: ConversationHistor
 
 
 def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
-    """Return token ids, after a check that the model has all of them.
+    """Return the same token ids, after a check that none lies beyond the model's vocabulary.
 
     Raises:
-        InputError: the model does not have a token.
+        InputError: a token lies beyond it.
     """
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
     if max(ids) >= vocabulary:
@@ -170,7 +176,10 @@ def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
 
 
 def rows_of(batch: BatchOptions, most: int) -> int:
-    """Return how many rows an engine has for a number of requests. What fits into `kv_memory` may be less."""
+    """Return how many rows an engine is asked to have for at most ``most`` requests: 1 or more.
+
+    What fits into `kv_memory` may be less.
+    """
     return max(1, min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS)))
 
 
@@ -183,7 +192,9 @@ def engine_of(
     budget: int,
     like: WeightLayout | None = None,
 ) -> Engine:
-    """Return the engine of a batch job, with no more rows than requests and its layers prepared.
+    """Return the engine of a batch job, with no more rows than requests and its layers prepared for these rows.
+
+    Layers of a model that is split over processes stay as they are.
 
     Args:
         writer: the model.
@@ -215,7 +226,7 @@ _ANY_LINE = b'{"prompt": "a"}'
 
 @contextmanager
 def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Call a function in another thread while the context lasts.
+    """Call a function in another thread while the context lasts, and wait for its end there.
 
     Its error is dropped: whoever needs the work later raises it.
     """
@@ -251,7 +262,7 @@ class EngineRecipe:
     memory: str | None
 
     def __call__(self, like: WeightLayout | None) -> Built:
-        """Load the model, make the engine, and return both with a reader of lines.
+        """Load the model, make the engine, and return it with a reader of lines and fingerprints of the weights.
 
         Args:
             like: how another worker has laid out the weights.
@@ -319,7 +330,15 @@ def pool_of(
 
 
 def _bytes(request: GenerateOptions, batch: BatchOptions, most: int, longest: int, budget: int) -> int:
-    """Return the main memory of a worker, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
+    """Return the bytes of main memory of a worker, as ``kvkeep plan`` counts; 0 for a model that cannot be planned.
+
+    Args:
+        request: the options of the command.
+        batch: the options of the job.
+        most: the number of requests of the worker.
+        longest: tokens of the longest request.
+        budget: tokens kept per layer and head.
+    """
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
     with suppress(KVKeepError):

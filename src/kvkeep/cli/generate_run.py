@@ -138,7 +138,7 @@ class SavedMemory:
 
 
 def find_model(request: GenerationOptions, memory: SavedMemory | None) -> Checkpoint:
-    """Return the model of a request, which is that of its memory (see `with_memory_settings`).
+    """Find the model of a request, without its weights, and check that it is that of its memory, if it has one.
 
     Raises:
         InputError: weights may be pickles, and the file of the memory names the model.
@@ -165,7 +165,7 @@ def find_model(request: GenerationOptions, memory: SavedMemory | None) -> Checkp
 
 
 def title_of(model: str | None) -> str:
-    """Return the name of a model for a message."""
+    """Return the name of a model for a message; ``None`` is the embedded model."""
     return model or "the embedded model"
 
 
@@ -173,7 +173,7 @@ _G = TypeVar("_G", bound=GenerationOptions)
 
 
 def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
-    """Return the request with the settings of its memory, the only valid ones; the request itself for ``None``.
+    """Return the request with the settings of its memory, the only valid ones; without a memory the request itself.
 
     A request without a model gets the memory's.
 
@@ -209,7 +209,7 @@ def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
 
 
 def _settings(request: GenerationOptions, made: Fingerprint) -> list[tuple[str, object, object]]:
-    """Return the options that a memory decides: flag, given value, the memory's value."""
+    """Return the options that a memory decides: flag, given value (``None``: it was not given), the memory's value."""
     layer_budget = None if request.layer_budget is None else rule(request.layer_budget)
     return [
         ("--policy", name_of_policy(parse(request.policy)) if request.names_policy else None, made.policy),
@@ -232,7 +232,7 @@ def _keep_prompt_of(made: Fingerprint) -> float | None:
 
 
 def with_keep_prompt(request: _G) -> _G:
-    """Return a request whose policy carries ``--keep-prompt``, as the cache reads it.
+    """Return a request whose policy carries ``--keep-prompt`` as an option; the request itself if it was not given.
 
     Raises:
         PolicyError: there is no such policy.
@@ -243,8 +243,7 @@ def with_keep_prompt(request: _G) -> _G:
 
 
 def with_file_settings(request: GenerateOptions) -> GenerateOptions:
-    """Return the request with settings of its ``kvkeep.toml`` for options that were not given; itself without a
-    file.
+    """Return the request with the settings of its ``kvkeep.toml`` where an option was not given; itself without a file.
 
     Raises:
         InputError: the file cannot be used.
@@ -269,7 +268,7 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
 
 
 def _is_open(request: GenerateOptions, name: str) -> bool:
-    """Return whether the command line leaves a setting open."""
+    """Return whether the command line leaves a setting open, so that a file of settings decides it."""
     if name == "policy":
         return not request.names_policy
     given: Any = getattr(request, name)
@@ -311,7 +310,7 @@ class PreparedRequest:
 
     @property
     def asked(self) -> engines.Request:
-        """Return the prompt as a request to an engine."""
+        """Return the prompt as a request to an engine, with the memory that it follows, if any."""
         schema = self.request.json_schema
         form = None if schema is None else json_structure(schema)
         # without a memory the engine was made with the policy, and the prompt is token ids already
@@ -341,17 +340,17 @@ class PreparedRequest:
 
     @property
     def name(self) -> str:
-        """Return the policy as the user would write it."""
+        """Return the name of the policy with its preset or options, as people read it."""
         return label(self.policy)
 
     @property
     def position_mode(self) -> str:
-        """Return the position mode, ``true`` or ``slot``."""
+        """Return the mode of positions: ``true``, as in the text, or ``slot``, ranks in the cache."""
         return self.layout.positions
 
 
 def prepare(request: GenerateOptions) -> PreparedRequest:
-    """Check a request, cheap tests first, load its model, and return both.
+    """Check a request, cheap tests first, load its model, and return both with the prompt's tokens and the budget.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -392,7 +391,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
 
 
 def with_rule_for_layers(request: GenerateOptions, rule: str | None) -> GenerateOptions:
-    """Return the options with a rule for layers, unless the user has named one, or a profile, which is one as well."""
+    """Return the options with ``rule`` for layers, unless the user has named one or a profile, which is one as well."""
     named = request.layer_budget is not None or str(request.head_budget).startswith(PROFILE)
     return request if named else replace(request, layer_budget=rule)
 
@@ -416,7 +415,7 @@ def sampling_of(request: GenerationOptions) -> SamplingParams:
 
 
 def engine_for(writer: tokenization.Writer, request: GenerationOptions, **options: Any) -> Engine:
-    """Return an engine for a request, for one prompt or many.
+    """Return a new engine with the options of a request, for one prompt or many.
 
     Args:
         writer: the model.
@@ -448,7 +447,7 @@ def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
     """Return the token ids of the prompt, after the system message if there is one.
 
     Raises:
-        InputError: there is no chat template.
+        InputError: there is a system message and no chat template.
     """
     if request.system is None:
         plain: list[int] = tokenization.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
@@ -463,7 +462,7 @@ def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
 
 
 def messages_of(request: GenerationOptions) -> list[dict[str, str]]:
-    """Return the messages of a conversation: a system message, then the prompt."""
+    """Return two messages: the system message, which is empty if there is none, and the prompt as the user's."""
     return [{"role": "system", "content": request.system or ""}, {"role": "user", "content": request.prompt}]
 
 
@@ -479,7 +478,7 @@ _ENDS = {
 
 
 def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
-    """Return the lines of the summary: name → text."""
+    """Return the lines of the summary of a finished prompt, name → text: policy, prompt, new tokens, memory, losses."""
     new = len(result.token_ids)
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
     end = _ENDS.get(result.finish_reason, "stopped")
@@ -496,7 +495,7 @@ def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
 
 
 def _budget(job: PreparedRequest, result: Result) -> str:
-    """Return the budget as the summary shows it."""
+    """Return the budget in words, with the smaller one that ``--guard`` has chosen, if it has."""
     if result.budget == job.budget:
         return f"budget {job.budget}"
     return f"budget {result.budget} of {job.budget}, chosen by --guard"
@@ -520,7 +519,7 @@ def _percent(share: float) -> str:
 
 
 def remark(job: PreparedRequest, result: Result) -> None:
-    """Print notes on results that the user may not expect."""
+    """Print notes if the budget breaks ``--guard``, or the text is longer than the model was trained for."""
     total = result.prompt_tokens + len(result.token_ids)
     lost, guard = result.lost_mass.prompt, job.request.guard
     if lost is not None and guard is not None and result.guarded is False:
@@ -548,7 +547,7 @@ def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
 
 
 def _memory(job: PreparedRequest, result: Result) -> str:
-    """Return the memory that was held beside a full cache's, as the summary shows it."""
+    """Return in words the bytes that were held, and those of a full cache or why nothing was evicted."""
     memory = result.memory_usage
     held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
     if reason := nothing_evicted(job, result):
@@ -604,7 +603,13 @@ class TextDifference:
 
 
 def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[int], str]) -> TextDifference:
-    """Return how the new tokens of two runs differ; neither may be empty."""
+    """Return how the new tokens of two runs differ; neither may be empty.
+
+    Args:
+        bounded: token ids under the budget.
+        full: token ids of the full cache.
+        show_token: returns a token as text.
+    """
     pairs = list(zip(bounded, full, strict=False))
     equal = sum(a == b for a, b in pairs)
     first = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -651,17 +656,17 @@ def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
 
 
 def _common_length(one: str, other: str) -> int:
-    """Return the length of the beginning that two texts share."""
+    """Return the number of characters of the beginning that two texts share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _marked(text: str, common: int) -> Text:
-    """Return the text, in colour after the common beginning."""
+    """Return the text for a terminal, in colour after its first ``common`` characters."""
     return Text.assemble(console.printable(text[:common]), (console.printable(text[common:]), "yellow"))
 
 
 def _figures(bounded: Side, full: Side) -> Table:
-    """Return the table of speed and memory of both runs."""
+    """Return the table of new tokens, speed and memory of both runs, a column for each."""
     figures = console.table("", bounded.name, full.name)
     for column in figures.columns[1:]:
         column.justify = "right"
@@ -677,12 +682,12 @@ def _figures(bounded: Side, full: Side) -> Table:
 
 
 def _compression(factor: float) -> str:
-    """Return by how much less was held than in a full cache; a short text may have filled less than the budget."""
+    """Return a compression as text; ``none`` below 1, for a short text may have filled less than the budget."""
     return console.show_factor(factor) if factor >= 1 else "none"
 
 
 def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str, str]:
-    """Return the lines on the first difference of both texts, and on how many tokens are equal."""
+    """Return the lines on the first difference of both texts and on how many tokens are equal: name → text."""
     if difference.first_index is None:
         return {"first difference": f"none; all {difference.compared_tokens} tokens are equal"}
     ours, theirs = (
@@ -735,12 +740,12 @@ def _prepared(request: GenerateOptions) -> PreparedRequest:
 
 
 def _run_bounded(job: PreparedRequest, on_text: Callable[[str], object]) -> Result:
-    """Return the result under the policy and the budget."""
+    """Run the prompt under its policy and budget, and return the result; ``on_text`` gets each piece of text."""
     return _run(job.asked, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
 
 
 def _run_full(job: PreparedRequest) -> Result:
-    """Return the result of the same prompt with a full cache, without options about the bounded cache."""
+    """Run the same prompt with a full cache, without options about the bounded cache, and return the result."""
     total = len(job.prompt) + job.sampling.max_new_tokens
     options = dict.fromkeys(("layer_budget", "head_budget", "positions", "kv_bits", "guard"))
     asked = replace(job.asked, pins=())
@@ -749,6 +754,8 @@ def _run_full(job: PreparedRequest) -> Result:
 
 def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object]) -> Result:
     """Continue a prompt, call ``on_text`` with each piece of text as soon as it is final, and return the result.
+
+    Progress is shown, unless the text is seen in its place.
 
     Raises:
         KVKeepError: the engine refuses the prompt, or a step failed.
@@ -787,7 +794,7 @@ def _ignore(piece: str) -> None:
 
 
 def _serve_one(job: PreparedRequest) -> None:
-    """Generate one text and show it with a summary, or as JSON."""
+    """Generate one text and print it while it is made, then a summary; or print both as JSON at the end."""
     if job.request.json:
         result = _run_bounded(job, _ignore)
         console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory_usage)})
@@ -801,7 +808,7 @@ def _serve_one(job: PreparedRequest) -> None:
 
 
 def _serve_comparison(job: PreparedRequest) -> None:
-    """Generate a text under the budget and one with everything kept, and show both."""
+    """Generate a text under the budget and one with everything kept, and print both and how they differ."""
     console.progress(f"running {job.name} with a budget of {job.budget} …")
     bounded = _run_bounded(job, _ignore)
     console.progress("running the full cache …")
@@ -867,5 +874,5 @@ def _result(result: Result) -> dict[str, object]:
 
 
 def _measure(memory: MemoryUsage) -> dict[str, object]:
-    """Return the memory of a run for JSON."""
+    """Return the bytes of a run's memory, and its compression, for JSON."""
     return {**asdict(memory), "compression": memory.compression}

@@ -115,7 +115,7 @@ ALL = "--help-all"
 
 
 def show(command: Any, ctx: Any, *, everything: bool = False) -> None:
-    """Print the page of a command or a group.
+    """Print the page of help of a command or a group, at most `_WIDEST` columns wide.
 
     Args:
         command: the command.
@@ -150,12 +150,15 @@ def pieces(command: Any) -> Iterator[str]:
 
 
 def examples(command: Any, path: str) -> Mapping[str, str]:
-    """Return lines to type for a command, named without ``kvkeep``; a command of another package brings its own."""
+    """Return lines to type → what they do, for a command whose name without ``kvkeep`` is ``path``; perhaps none.
+
+    A command of another package brings its own.
+    """
     return EXAMPLES.get(path) or getattr(command, "examples", {})
 
 
 def _show_examples(screen: Console, lines: Sequence[tuple[str, str]]) -> None:
-    """Show example commands, each on a line that can be copied."""
+    """Print example commands (line, remark), each on a line that can be copied; nothing if there are none."""
     if lines:
         screen.print()
         screen.print(Text("Examples", "bold"))
@@ -165,7 +168,7 @@ def _show_examples(screen: Console, lines: Sequence[tuple[str, str]]) -> None:
 
 
 def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]], width: int) -> None:
-    """Show a part of a help page: names left, texts right."""
+    """Print a part of a help page under its title: names in a column of ``width`` characters, texts right of it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, width=width)
     grid.add_column(overflow="fold")
@@ -177,7 +180,7 @@ def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]]
 
 
 def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
-    """Yield the subcommands of a group that are not hidden: group, name, first paragraph."""
+    """Yield the subcommands that are not hidden: the title that each stands under, name, first paragraph."""
     for name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             first = (child.help or "").split("\n\n")[0]
@@ -185,7 +188,7 @@ def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
 
 
 def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[tuple[str, Text, Text]]:
-    """Yield the arguments and options of a command: group, names, description.
+    """Yield the arguments and options of a command: the title that each stands under, names, description.
 
     Args:
         command: the command.
@@ -206,7 +209,7 @@ def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[
 
 
 def _names(param: Any) -> Text:
-    """Return the names of an option: ``-p, --prompt TEXT``. Long names are joined with slashes."""
+    """Return the names of an option and its metavar: ``-p, --prompt TEXT``. Long names are joined with slashes."""
     short = [name for name in param.opts if not name.startswith("--")]
     long = [name for name in param.opts if name.startswith("--")]
     first = f"{short[0]}, " if short else "    "
@@ -217,7 +220,7 @@ def _names(param: Any) -> Text:
 
 
 def _default(param: Any) -> str:
-    """Return a sentence on an option's default; empty for ``None``, and for flags that are off."""
+    """Return ``Default: …`` or ``Required.`` for an option; empty for ``None``, hidden defaults, flags that are off."""
     value = getattr(param, "default", None)
     if param.required:
         return "Required."
@@ -240,8 +243,9 @@ class Command(TyperCommand):
     """A command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words after the command; ``--help`` and ``--help-all`` win over whatever is wrong with the
-        others.
+        """Parse the words after the command, and return those that are left; mistakes are explained.
+
+        ``--help`` and ``--help-all`` win over whatever is wrong with the others.
         """
         if "--help" in args and not ctx.resilient_parsing:
             args = ["--help"]  # whatever else is still missing or wrong
@@ -262,14 +266,14 @@ class Group(TyperGroup):
     """Commands under one name; the outermost is the application."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words up to the subcommand, with mistakes explained."""
+        """Parse the options up to the subcommand, and return the other words. Mistakes are explained."""
         with usage_errors.explained(ctx, tuple(args)):
             if not ctx.resilient_parsing:
                 usage_errors.check(ctx, args, group=True)
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the subcommand that the words begin with.
+        """Return the name that the words begin with, its subcommand, and the words after it.
 
         Raises:
             CommandLineError: there is no such command.
@@ -291,7 +295,11 @@ class Group(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the command line and end the process, with exit code 2 after a mistake."""
+        """Run the command line and end the process, with exit code 2 after a mistake.
+
+        With ``standalone_mode=False`` return what the command returns, and let errors pass. The program is always
+        called `NAME`.
+        """
 
         def work() -> Any:
             return super(Group, self).main(
@@ -348,10 +356,10 @@ class Passing(Command):
 
 
 def is_given(option: str) -> bool:
-    """Return whether the user gave an option, by the name of its parameter."""
+    """Return whether the user gave an option of a `Noting` command in any way, by the name of its parameter."""
     return option in _GIVEN_OPTIONS.get()
 
 
 def words() -> tuple[str, ...]:
-    """Return the words after a command that passes them on."""
+    """Return the words after the `Passing` command that runs; ``()`` for another command."""
     return _WORDS.get()

@@ -55,7 +55,9 @@ def check_weights(asked: Weights) -> None:
 def writer_of(
     checkpoint: Checkpoint, asked: Weights, adapters: Mapping[str, str] | None = None, *, merge: bool = False
 ) -> Writer:
-    """Read a model's weights and return the model; print a note on its settings that kvkeep leaves out.
+    """Read a model's weights and return the model; print a note on its generation settings that kvkeep leaves out.
+
+    The number of torch's threads is set as well.
 
     Under torchrun the model is split over its processes.
 
@@ -86,11 +88,12 @@ _SOURCE = "model"
 
 
 def with_source(snapshot: Snapshot, model: str | None) -> Snapshot:
-    """Return a snapshot with the model that has made it in its note, so that commands find the model by the file.
+    """Return a copy of a snapshot that names its model in its note, so that commands find the model by the file.
 
     Args:
         snapshot: the snapshot.
-        model: the model as it was typed; ``None`` for the embedded model.
+        model: the model as it was typed, which is noted as a full path if there is such a file or folder; ``None``
+            for the embedded model.
     """
     source = os.path.abspath(in_full(model)) if model is not None and exists(model) else model
     return replace(snapshot, note={**snapshot.note, _SOURCE: source})
@@ -111,4 +114,5 @@ def source_of(snapshot: Snapshot, file: str) -> str | None:
             raise SnapshotError(f"{file} names its model by {source!r:.60}, which is no name. Give the MODEL.")
         return source
     made = snapshot.fingerprint.model
+    # names of the hub have a slash; a folder has its last name alone
     return made if "/" in made else None

@@ -71,7 +71,7 @@ class Plugin:
     cls: type[Command] = Command
 
     def build(self, name: str) -> Any:
-        """Return the command under its name, as typer makes it."""
+        """Return the object that typer makes of this command, with the given name and with its examples."""
         holder = typer.Typer(add_completion=False, callback=_nothing)  # with a callback it stays a group
         if isinstance(self.command, typer.Typer):
             holder.add_typer(self.command, name=name, rich_help_panel=self.panel)
@@ -86,8 +86,8 @@ class Broken(Command):
     """Stands for a command that cannot be loaded, so that the others still work."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raise an error that says why the command cannot be loaded."""
-        if ctx.resilient_parsing:
+        """Raise an error that says why the command cannot be loaded; for a shell's completions return ``args``."""
+        if ctx.resilient_parsing:  # a shell asks for completions
             return args
         raise usage_errors.CommandLineError(self.callback() if self.callback else "")
 
@@ -101,11 +101,11 @@ class Application(Group):
 
     @property
     def commands(self) -> MutableMapping[str, Any]:
-        """Return all commands by name. This loads the commands of other packages."""
+        """Return all commands by name, in a new mapping. This imports the packages that add some."""
         return {**self._own, **{name: self._added(name) for name in self._points}}
 
     @commands.setter
-    def commands(self, own: MutableMapping[str, Any]) -> None:
+    def commands(self, own: MutableMapping[str, Any]) -> None:  # the constructor of typer's class sets it
         self._own = own
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -115,7 +115,7 @@ class Application(Group):
         return self._added(cmd_name) if cmd_name in self._points else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the subcommand that the words begin with.
+        """Return the name that the words begin with, its command, and the words after it.
 
         Raises:
             CommandLineError: there is no such command, or it belongs to kvkeep-lab, which is not installed.
@@ -129,7 +129,10 @@ class Application(Group):
 
     @functools.cached_property
     def _points(self) -> dict[str, EntryPoint]:
-        """Return the commands of other packages by name. kvkeep's own names cannot be taken."""
+        """Return the entry points of other packages' commands by name; the first for a name that several packages have.
+
+        kvkeep's own names cannot be taken.
+        """
         found: dict[str, EntryPoint] = {}
         for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
             if point.name not in self._own:
@@ -138,11 +141,11 @@ class Application(Group):
 
     @functools.cached_property
     def _loaded(self) -> dict[str, Any]:
-        """Return the commands of other packages that were imported so far."""
+        """Return the mapping, empty at first, in which `_added` keeps imported commands of other packages by name."""
         return {}
 
     def _added(self, name: str) -> Any:
-        """Return a command of another package, imported on first use."""
+        """Return the command of another package that has this name. Its package is imported on the first call only."""
         if name not in self._loaded:
             self._loaded[name] = load(self._points[name])
         return self._loaded[name]
@@ -152,12 +155,13 @@ def load(point: EntryPoint) -> Any:
     """Return the command of an entry point. If it cannot be loaded, return one that reports this when it is called."""
     try:
         found = point.load()
-        if not (isinstance(found, Plugin) or callable(found)):
+        if not (isinstance(found, Plugin) or callable(found)):  # an application of typer can be called, too
             raise TypeError(f"{point.value} is no function")
         return (found if isinstance(found, Plugin) else Plugin(command=found)).build(point.name)
     except Exception as error:  # whatever a foreign package raises while it is imported
         package = point.dist.name if point.dist else point.value
         said = f"kvkeep {point.name} comes from {package} and cannot be loaded: {one_line(error)}"
+        # `escape`: a help text is read as markup
         return Broken(name=point.name, callback=lambda: said, help=escape(said), rich_help_panel=OTHERS)
 
 
@@ -181,7 +185,7 @@ app = typer.Typer(
 
 
 def _add(name: str, run: Callable[..., None], panel: str, cls: type[Command] = Command, **settings: Any) -> None:
-    """Add a command to a panel of the help page."""
+    """Make a function a subcommand of kvkeep, in a panel of the help page; ``settings`` are of click's context."""
     app.command(name, cls=cls, rich_help_panel=panel, context_settings=settings or None)(run)
 
 
@@ -223,7 +227,10 @@ def kvkeep(
 
 
 def run() -> None:
-    """Run the command ``kvkeep``, without a traceback after Ctrl-C or for a stream that is closed or full."""
+    """Run the command ``kvkeep`` with the words of ``sys.argv``, and end the process with its exit code.
+
+    Ctrl-C (exit code 130) and a standard stream that is closed or full (1) leave no traceback.
+    """
     _open_closed_streams()
     _forget_odd_widths()
     _end_tidily()

@@ -62,7 +62,7 @@ def memory(
 
 
 def _facts(found: HeldPositions) -> dict[str, str]:
-    """Return names and values to print above the drawing."""
+    """Return the lines that stand above the drawing of a memory: name → text."""
     about = found.described
     made, layers, size, states = about.fingerprint, found.positions, found.nbytes, about.flags
     chunk = "" if made.chunk is None else f", prompt read in chunks of {made.chunk}"
@@ -87,7 +87,7 @@ def _facts(found: HeldPositions) -> dict[str, str]:
 
 
 def _kind(note: Mapping[str, Any]) -> str:
-    """Return in words what a memory stands for, from the note of the engine or a session."""
+    """Return in words what a memory stands for, a text or a conversation, from the note in its file."""
     if isinstance(note.get("opening"), dict):
         return "a text that questions may follow"
     turns = turns_of(note)
@@ -95,7 +95,10 @@ def _kind(note: Mapping[str, Any]) -> str:
 
 
 def turns_of(note: Mapping[str, Any]) -> int | None:
-    """Return the number of answers in a conversation; ``None`` for another memory, or without the chat template."""
+    """Return the number of answers in a conversation, from the note in its file.
+
+    ``None`` for another memory, and where no chat template was used, since the note then has no messages.
+    """
     messages = note.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
@@ -127,6 +130,7 @@ def full_bytes(made: Fingerprint, layers: Iterable[tuple[int, int, int]], seen: 
         layers: heads of each layer, and the numbers that its file has for a key and for a value.
         seen: tokens.
     """
+    # stored keys and values may be packed in fewer bits than the model's dtype, which a full cache has
     (itemsize,) = (dtype.itemsize for dtype in DTYPES.values() if dtype.name == made.dtype)
     packed = KV_BITS.get(made.kv_bits or "", (None, None))
     widths = (
@@ -138,7 +142,7 @@ def full_bytes(made: Fingerprint, layers: Iterable[tuple[int, int, int]], seen: 
 
 
 def _full_bytes(found: HeldPositions) -> int:
-    """Return the bytes of a full cache in the place of a file's memory."""
+    """Return the bytes that a full cache of all tokens would take that a file's memory has seen, see `full_bytes`."""
     about = found.described
     layers = zip(about.layers, about.groups, strict=True)
     shapes = (
@@ -151,7 +155,7 @@ def _draw(screen: Console, found: HeldPositions) -> None:
     """Print a line for each layer: how many tokens it holds, and from which parts of the text."""
     seen = found.described.seen
     marks = _BLOCKS if screen.encoding.lower().startswith("utf") else _LETTERS
-    most = min(_MOST_CELLS, screen.width - _BESIDE, seen)
+    most = min(_MOST_CELLS, screen.width - _BESIDE, seen)  # `seen`: no cell without a token
     cells = max(1, most)
     table = console.table("layer", "held", f"share held of positions 0 to {seen - 1}")
     for column in table.columns:
@@ -165,7 +169,13 @@ def _draw(screen: Console, found: HeldPositions) -> None:
 
 
 def shares_of(positions: NDArray[np.int32], seen: int, cells: int) -> list[float]:
-    """Return the share of each part of the text that a layer holds, over all heads. The parts have equal length."""
+    """Return the share of each part of the text that a layer holds, on average over its heads.
+
+    Args:
+        positions: the position in each slot, one line for each head; below 0: the slot is empty.
+        seen: tokens of the text.
+        cells: number of parts, which are as equal in length as whole tokens allow; not more than ``seen``.
+    """
     import numpy as np
 
     held = positions[positions >= 0].astype(np.int64)  # 32 bits do not hold the products below
@@ -176,13 +186,13 @@ def shares_of(positions: NDArray[np.int32], seen: int, cells: int) -> list[float
 
 
 def _mark(share: float, marks: str) -> str:
-    """Return the character that shows a share. The first character stands for a share of 0 only."""
+    """Return the one of ``marks``, from none to all, that shows a share. The first stands for a share of 0 only."""
     steps = len(marks) - 1
     return marks[0] if share <= 0 else marks[max(1, round(share * steps))]
 
 
 def _report(file: str, found: HeldPositions) -> dict[str, Any]:
-    """Return the whole report as plain data. Positions are ranges, both ends included."""
+    """Return the report for ``--json`` as plain data. Positions are ranges, both ends included."""
     about = found.described
     fidelity = noted_in(about.note)
     return {
@@ -208,7 +218,7 @@ def _report(file: str, found: HeldPositions) -> dict[str, Any]:
 
 
 def ranges_of(positions: NDArray[np.int32]) -> list[list[int]]:
-    """Return the positions that a head holds, as ranges with both ends included."""
+    """Return the positions that a head holds, as ascending ranges ``[first, last]``; those below 0 are left out."""
     found: list[list[int]] = []
     for position in sorted(positions[positions >= 0].tolist()):
         if found and found[-1][1] == position - 1:

@@ -87,7 +87,11 @@ class Option:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, given: Any, flag: str) -> Any:
-        """Return the value for what typer has read.
+        """Return the option's value for what typer has read, which is the same where no `read` makes it.
+
+        Args:
+            given: what typer has read; ``None`` if nothing was given.
+            flag: the option's name, for messages.
 
         Raises:
             InputError: the text is no such value.
@@ -97,11 +101,12 @@ class Option:
         return self.read(given, flag)
 
     def flag(self, name: str) -> str:
-        """Return the long name of the option, for the name of typer's parameter."""
+        """Return the option's long name: the one that it was given, else ``--`` and the name of typer's parameter."""
+        # a field may end with an underscore, since its name would be that of a built-in
         return next((flag for flag in self.flags if flag.startswith("--")), f"--{name.rstrip('_').replace('_', '-')}")
 
     def info(self, name: str, kind: Any) -> Any:
-        """Return typer's description.
+        """Return the option as typer describes it: a `typer.Option` or `typer.Argument` with its flags and its help.
 
         Args:
             name: of typer's parameter.
@@ -144,7 +149,7 @@ class _Parameter:
     option: Option
 
     def for_typer(self) -> inspect.Parameter:
-        """Return the parameter of a function, as typer reads it."""
+        """Return the option as a keyword parameter of a function, with an annotation that typer reads."""
         default = inspect.Parameter.empty if self.option.default is ... else self.option.default
         annotated: Any = Annotated  # as a value, since mypy takes it for an annotation otherwise
         annotation = annotated[self.type, self.option.info(self.name, self.type)]
@@ -152,7 +157,7 @@ class _Parameter:
 
 
 def option(described: Option | str, *flags: str, **changes: Any) -> Any:
-    """Return the field of an option.
+    """Return a field of a dataclass that describes an option of a command.
 
     Args:
         described: an option that several commands share, or what this one does.
@@ -173,7 +178,7 @@ def option(described: Option | str, *flags: str, **changes: Any) -> Any:
 
 
 def argument(described: Option | str, **changes: Any) -> Any:
-    """Return the field of a word without a flag; see `option`."""
+    """Return a field of a dataclass that describes a word without a flag; see `option`."""
     return option(described, is_argument=True, **changes)
 
 
@@ -222,10 +227,10 @@ _O = TypeVar("_O", bound=CommandOptions)
 
 
 def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., None]:
-    """Return a command as typer takes it.
+    """Return a command as typer takes it: a function of its options that checks them, and runs what ``run`` names.
 
     Args:
-        options: its options.
+        options: the class of its options.
         run: ``module:function``, imported when the command runs; or what returns it for the options that were given.
     """
     parameters = list(_parameters(options))
@@ -250,7 +255,10 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
 
 
 def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
-    """Yield the options of a command in the order of its pages: words, own options, inherited ones."""
+    """Yield the options of a command in the order of its pages: words without flags, own options, inherited ones.
+
+    Inherited ones come before its own where the class says so.
+    """
     hints = get_type_hints(options)
     fields = {entry.name: entry for entry in dataclasses.fields(options) if _DESCRIPTION in entry.metadata}
     classes = [cls for cls in options.__mro__ if issubclass(cls, CommandOptions)]
@@ -279,7 +287,7 @@ _BYTES: dict[str, int] = {
 
 
 def given(model: str | None) -> str | None:
-    """Return the name of a model, after a check that it is neither empty nor a text of several words.
+    """Return the name of a model as it is, after a check that it is neither empty nor a text of several words.
 
     ``None`` is returned as it is. An empty name would come from a variable that a script has not set.
 
@@ -295,7 +303,7 @@ def given(model: str | None) -> str | None:
 
 
 def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what typer has read, with the file of ``--gguf`` in the name of the model; unchanged without one.
+    """Return what typer has read, with the file of ``--gguf`` as a part of the model's name; unchanged without one.
 
     Raises:
         InputError: the file's name is empty.
@@ -311,13 +319,15 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_path(name: str) -> bool:
-    """Return whether a text looks like a path."""
+    """Return whether a text looks like a path, or a hub name. Nothing is looked up."""
     # a text with a slash, such as "Now and/or later?", mostly ends like a sentence
     return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
 
 
 def parse_tokens(text: str, option: str) -> int:
-    """Return the number of tokens of a text: ``1024``, ``4K`` (4 × 1024), ``4k`` (4 × 1000), ``1M``, ``1.5k``.
+    """Return the number of tokens that a text means: ``1024``, ``4K`` (4 × 1024), ``4k`` (4 × 1000), ``1M``, ``1.5k``.
+
+    0 and numbers below it pass.
 
     Raises:
         InputError: the text is not a whole number, or the number is larger than any position.
@@ -336,7 +346,7 @@ def parse_tokens(text: str, option: str) -> int:
 
 
 def parse_number(text: str, option: str) -> float:
-    """Return the number of a text.
+    """Return the number that a text means; ``nan`` and ``inf`` pass.
 
     Raises:
         InputError: the text is not a number.
@@ -348,7 +358,7 @@ def parse_number(text: str, option: str) -> float:
 
 
 def parse_share(text: str, option: str, *, why: str) -> float:
-    """Return a share between 0 and 1, both excluded, of a number or a percentage.
+    """Return the share between 0 and 1, both excluded, that a text means: ``0.9`` or ``90%``.
 
     Args:
         text: the number or percentage.
@@ -365,7 +375,7 @@ def parse_share(text: str, option: str, *, why: str) -> float:
 
 
 def parse_kept_tokens(text: str, option: str) -> int:
-    """Return the number of tokens of a budget.
+    """Return the number of tokens, 1 or more, that the text of a budget means; see `parse_tokens`.
 
     Raises:
         InputError: the text is no number of tokens.
@@ -378,7 +388,7 @@ def parse_kept_tokens(text: str, option: str) -> int:
 
 
 def parse_budget(text: str, option: str) -> float | int:
-    """Return the budget of a text: ``20%`` becomes the keep ratio 0.2, a number of tokens an int.
+    """Return the budget that a text means: ``20%`` becomes the keep ratio 0.2, a number of tokens an int.
 
     Raises:
         InputError: the text is neither a share nor a number of tokens.
@@ -393,7 +403,12 @@ def parse_budget(text: str, option: str) -> float | int:
 
 
 def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 24GB (10^9 each)") -> int:
-    """Return the size of a text in bytes: ``24GiB``, ``24 GB``, ``512MiB``.
+    """Return the number of bytes that a text with a unit means: ``24GiB``, ``24 GB``, ``512MiB``.
+
+    Args:
+        text: the text.
+        option: the option's name, for messages.
+        example: what to write instead, for messages.
 
     Raises:
         InputError: the text is not a number with a unit, or the size is not above 0 or is larger than any machine.
@@ -415,7 +430,7 @@ def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[
     ratios.
 
     Raises:
-        InputError: there is no such rule, or the file holds no persistence ratios.
+        InputError: there is no such rule, or the file cannot be read or holds no persistence ratios.
         BudgetError: the rule's parameter is out of range.
     """
     from kvkeep.budget import RULES, calibrated, per_layer  # imports torch
@@ -449,7 +464,10 @@ def parse_layer_weights(text: str, option: str) -> str | tuple[float, ...]:
 
 
 def _persistence(content: Any) -> list[Any]:
-    """Return ratios by layer from a list, an object with a list, or ``kvkeep analyze``'s ``persistence.json``."""
+    """Return ratios by layer from a list, an object with a list, or ``kvkeep analyze``'s ``persistence.json``.
+
+    They are not checked. Other content raises a `KeyError`, `TypeError` or `ValueError`.
+    """
     if not isinstance(content, dict):
         return list(content)
     if content.get("name") != "persistence":
@@ -471,7 +489,7 @@ def parse_positions(text: str, option: str) -> Literal["true", "slot"]:
 
 
 def parse_chunk(text: str, option: str) -> int:
-    """Return the number of tokens of a chunk.
+    """Return the number of tokens, 1 or more, that the text of a chunk means; see `parse_tokens`.
 
     Raises:
         InputError: the text is not a whole number of 1 or more.
@@ -492,7 +510,7 @@ def parse_kv_bits(text: str, option: str) -> str:
 
 
 def parse_head_budget(text: str, option: str) -> str:
-    """Return the value of ``--head-budget``, checked; a profile's file is read for that.
+    """Return the value of ``--head-budget`` as it is, after a check; a profile's file is read for that.
 
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
@@ -527,19 +545,19 @@ def parse_keep_prompt(text: str, option: str) -> bool | float:
 
 
 def parse_system(text: str, option: str) -> str:
-    """Return a system message, checked.
+    """Return a system message as it is, after a check.
 
     Raises:
-        InputError: the text is empty.
+        InputError: the text is empty, or only white space.
     """
     return not_empty(text, option, "Leave it out, or give some text.")
 
 
 def items(text: str, option: str) -> list[str]:
-    """Return the words of a list with commas.
+    """Return the items of a list with commas, without white space around them; empty ones are left out.
 
     Raises:
-        InputError: the list is empty.
+        InputError: no item is left.
     """
     found = list(filter(None, (item.strip() for item in text.split(","))))
     if not found:
@@ -548,12 +566,19 @@ def items(text: str, option: str) -> list[str]:
 
 
 def parse_budgets(text: str | None, option: str) -> tuple[float | int, ...]:
-    """Return budgets from a list with commas; ``()`` for ``None``."""
+    """Return the budgets of a list with commas, shares as floats and tokens as ints; ``()`` for ``None``.
+
+    Raises:
+        InputError: the list is empty, or an item is neither a share nor a number of tokens.
+        BudgetError: an item is out of range.
+    """
     return () if text is None else tuple(parse_budget(item, option) for item in items(text, option))
 
 
 def parse_repetition_detection(text: str, option: str) -> bool | Mapping[str, int]:
-    """Return the rule by which a repetitive text ends; ``True`` and ``False`` for ``on`` and ``off``.
+    """Return the rule by which a repetitive text ends: name → number, as in ``name=8,other=3``.
+
+    Return ``True`` and ``False`` for ``on`` and ``off``. Names and ranges are not checked.
 
     Raises:
         InputError: the text is no rule.
@@ -582,7 +607,7 @@ def parse_switch(text: str, option: str) -> bool:
 
 
 def described(parameter: Parameter, **changes: Any) -> Option:
-    """Return the option of a parameter.
+    """Return the option of a command that a parameter of the library becomes.
 
     Args:
         parameter: what it is.
@@ -648,10 +673,10 @@ def check_policy(text: str) -> None:
 
 
 def check_policies(text: str, *, alone: bool = False) -> None:
-    """Refuse a list of policies that is empty, or with one that does not exist.
+    """Refuse a list of policies that is empty, or with one that does not exist or has wrong options.
 
     Args:
-        text: the list.
+        text: the list, with commas.
         alone: whether policies may not name bits or a rule for heads.
 
     Raises:
@@ -666,7 +691,11 @@ def check_policies(text: str, *, alone: bool = False) -> None:
 
 
 def check_one_adapter(adapters: Mapping[str, str], what: str) -> None:
-    """Refuse several adapters where all that runs has the same one.
+    """Refuse several adapters for a command that runs with one at most.
+
+    Args:
+        adapters: folders by names.
+        what: what runs, for the message: ``a prompt``.
 
     Raises:
         InputError: there are several.
@@ -679,7 +708,7 @@ def check_one_adapter(adapters: Mapping[str, str], what: str) -> None:
 
 
 def adapter_words(adapters: Mapping[str, str]) -> list[str]:
-    """Return the words of a command line that name these adapters."""
+    """Return the words of a command line that name these adapters: ``--adapter``, ``NAME=FOLDER`` for each."""
     return [word for name, folder in adapters.items() for word in ("--adapter", f"{name}={folder}")]
 
 
@@ -785,7 +814,7 @@ def check_address(text: str | None, what: str, *, asked: bool) -> None:
         asked: whether that option was given.
 
     Raises:
-        InputError: the address is refused.
+        InputError: the address is empty, or was given without that number.
     """
     if text is None:
         return

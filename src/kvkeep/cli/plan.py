@@ -36,7 +36,7 @@ MACHINE = "Machine"
 
 
 def parse_speed(text: str, option: str = "--bandwidth") -> float:
-    """Return the bytes per second of a text: ``100GB/s``, ``3.35 TB/s``.
+    """Return the bytes per second that a text means: ``100GB/s``, ``3.35 TB/s``.
 
     Raises:
         InputError: the text is not a number with a unit, or the speed is not above 0.
@@ -134,7 +134,7 @@ class PlanningOptions(CommandOptions):
         check_policy(self.policy)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `kvkeep.planning.plan.plan`."""
+        """Return the options as arguments of `kvkeep.planning.plan.plan`, by name."""
         names = (
             *("model", "policy", "layer_budget", "head_budget", "kv_bits", "positions", "context", "prefill_chunk"),
             *("dtype", "weights_dtype", "weights_memory", "memory", "bandwidth"),
@@ -160,5 +160,5 @@ class PlanOptions(PlanningOptions):
     json: bool = option(JSON)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `kvkeep.planning.plan.plan`."""
+        """Return the options as arguments of `kvkeep.planning.plan.plan`, by name, with the numbers of rows."""
         return {**super().arguments(), "rows": self.rows, "host_rows": self.host_rows}

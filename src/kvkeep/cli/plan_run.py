@@ -35,10 +35,10 @@ class MeasuredDevice:
 
 
 def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
-    """Return a plan with the measured speeds of a device.
+    """Measure a device's speeds, and return a copy of the plan that goes by them, and the speeds.
 
-    Products are measured for each number of rows that the plan speaks of. Those with quantised weights are not, since
-    packages make them that the plan does not need.
+    Products are measured for each number of rows that the plan speaks of, except with quantised weights: they are made
+    by packages that the plan does not need.
 
     Raises:
         InputError: the device has no room for the buffers.
@@ -53,7 +53,10 @@ def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
 
 
 def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
-    """Return the speed of matrix products for a number of rows. Beyond a limit, it is extrapolated from fewer rows."""
+    """Measure the speed of matrix products for a number of rows: bytes of weights per second.
+
+    Beyond `MOST` rows it is extrapolated from that number.
+    """
     some = min(rows, MOST)
     # more rows are multiplied with fewer weights, so that no measurement takes longer
     size = BUFFER_BYTES * FEW // max(FEW, some)
@@ -61,17 +64,22 @@ def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) ->
 
 
 def rows_of(made: Plan, cost: Cost) -> list[int]:
-    """Return the numbers of rows whose speed a plan states for one kind of cache."""
+    """Return the numbers of rows whose speed a plan states for one kind of cache, ascending; 1 is among them."""
     return sorted({1, made.rows or 1, most_rows(made, cost) or 1})
 
 
 def most_rows(made: Plan, cost: Cost) -> int:
-    """Return how many rows fit into the memory; 0 if the memory is not known."""
+    """Return how many rows of one kind of cache fit into the plan's memory; 0 if the memory is not known."""
     return 0 if made.memory is None else cost.most_rows(made.memory)
 
 
 def speeds(made: Plan, found: MeasuredDevice | None) -> dict[str, object] | None:
-    """Return the speeds of a device as plain data; ``None`` if they are not known."""
+    """Return the speeds that a plan goes by as plain data; ``None`` if the plan has no bandwidth.
+
+    Args:
+        made: the plan.
+        found: the device that was measured; ``None`` if the bandwidth was given.
+    """
     if made.bandwidth is None:
         return None
     if found is None:
@@ -210,7 +218,7 @@ def _quantized(setting: Setting) -> str:
 
 
 def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
-    """Return the lines above the table: model, weights, cache, policy, rows and memory."""
+    """Return the lines above the table, name → text: model, weights, cache, policy, rows, memory and speeds."""
     setting = made.setting
     shape = setting.outline.shape
     cells = {
@@ -248,7 +256,7 @@ def _not_asked(made: Plan) -> str:
 
 
 def _show_count(number: int) -> str:
-    """Return a large number in words: ``8.03 billion``."""
+    """Return a large number in words with three digits: ``8.03 billion``, ``26.5 million``."""
     return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
@@ -263,13 +271,13 @@ def _bits(setting: Setting) -> str:
 
 
 def _spread(made: Plan) -> str:
-    """Return the smallest and the largest budget of a layer in brackets, where layers differ."""
+    """Return the smallest and the largest budget of a layer in brackets; empty if all layers have the same."""
     per_layer = made.setting.layer_budgets()
     return f" ({min(per_layer)} to {max(per_layer)} by layer)" if len(set(per_layer)) > 1 else ""
 
 
 def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
-    """Return the lines of the table: the name of each, and its cell for one kind of cache."""
+    """Return the lines of the table: the name of each, and a function that returns its cell for one kind of cache."""
     fed = "prompt" if made.setting.reads_whole else "prompt's chunk"
     lines: dict[str, Callable[[Cost], str]] = {
         "cache of a row": lambda cost: show_bytes(cost.row_bytes),
@@ -288,12 +296,15 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
 
 
 def _speed_of(made: Plan, rows: Callable[[Cost], int]) -> Callable[[Cost], str]:
-    """Return a function that formats the speed of a number of rows for one kind of cache."""
+    """Return a function of a cache that returns the speed of ``rows(cache)`` rows as text, see `_speed`."""
     return lambda cost: _speed(made, cost, rows(cost))
 
 
 def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
-    """Return the numbers of rows whose speed is shown."""
+    """Return the lines on speeds: the name of each, and a function of a cache that returns its number of rows.
+
+    Return an empty mapping without a bandwidth.
+    """
     if made.bandwidth is None:
         return {}
     cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda cost: 1}
@@ -305,14 +316,14 @@ def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
 
 
 def _fits(made: Plan, cost: Cost, rows: int) -> str:
-    """Return the peak memory of a number of rows, and whether it fits."""
+    """Return as text the peak memory of so many rows, and whether it fits into the plan's memory, if that is known."""
     peak = cost.peak_bytes(rows)
     verdict = "" if made.memory is None else ", fits" if peak <= made.memory else ", too much"
     return f"{show_bytes(peak)}{verdict}"
 
 
 def _speed(made: Plan, cost: Cost, rows: int) -> str:
-    """Return a speed in tokens per second as text; a dash for rows that do not fit, or without a bandwidth."""
+    """Return the tokens per second of so many rows as text; a dash for no rows, too many rows, or no bandwidth."""
     found = made.tokens_per_s(cost, rows) if rows else None
     if found is None or (made.memory is not None and rows > most_rows(made, cost)):
         return "–"

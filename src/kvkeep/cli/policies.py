@@ -68,7 +68,7 @@ class _ListByDefault(Group):
     """A group whose default subcommand is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words, with ``list`` added if the first one is not a subcommand."""
+        """Parse the words; with ``list`` before them if there are none, or the first is an option (not ``--help``)."""
         asked = ctx.resilient_parsing  # a shell asks for completions
         written = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if asked or written else ["list", *args])
@@ -100,7 +100,7 @@ def list_policies(json: Json = False) -> None:
 
 
 def _summaries() -> dict[str, str]:
-    """Return the policies' names, each with a line on what it keeps. Only policies of other packages import torch."""
+    """Return all policies: name → a line on what it keeps. Torch is imported only if other packages have some."""
     if not entry_points(group=ENTRY_POINT_GROUP):
         return {name: builtin_summary(name) for name in builtin_names()}
     with fast_imports():
@@ -110,7 +110,10 @@ def _summaries() -> dict[str, str]:
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names grouped by kind. A kind without names is left out."""
+    """Return policies' names by their kind in `KINDS`, in its order, then those of other packages.
+
+    A kind without names is left out.
+    """
     known = {name for group in KINDS.values() for name in group}
     groups = {kind: [name for name in group if name in names] for kind, group in KINDS.items()}
     groups["of other packages"] = [name for name in names if name not in known]
@@ -118,7 +121,7 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _lines(lines: dict[str, str], width: int) -> Table:
-    """Return names and lines as a table, the names in a column of the given width."""
+    """Return a table with a row for each name and its line, the names in a column of at least the given width."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=width)
     grid.add_column(overflow="fold")
@@ -149,7 +152,12 @@ def show_policy(
 
 
 def _describe_builtin(text: str) -> dict[str, Any] | None:
-    """Return all about a policy of this package, perhaps with a preset, without an import of torch; else ``None``."""
+    """Return what the page of a policy of this package shows, as plain data, without an import of torch.
+
+    Args:
+        text: its name, perhaps with a preset (``snapkv:default``); for other options and other packages' policies
+            return ``None``.
+    """
     name, colon, preset = text.partition(":")
     if name not in builtin_names():
         return None
@@ -161,8 +169,9 @@ def _describe_builtin(text: str) -> dict[str, Any] | None:
 
 
 def label_of(text: str) -> str:
-    """Return what `kvkeep.policies.registry.label` returns of a policy's string, without an import of torch for a
-    policy of this package.
+    """Return a policy's string as people read it: with the name of a preset in place of that preset's options.
+
+    Return another string as it is. Policies of other packages import torch.
     """
     name, _, options = text.partition(":")
     if name not in builtin_names():
@@ -178,7 +187,7 @@ def label_of(text: str) -> str:
 
 
 def _describe_asked(text: str) -> dict[str, Any]:
-    """Return all about a policy with options, or of another package, as plain data. This imports torch.
+    """Return what the page of a policy shows, as plain data, with the options that were asked for. This imports torch.
 
     Raises:
         PolicyError: there is no such policy, or an option is wrong.
@@ -196,7 +205,10 @@ def _describe_asked(text: str) -> dict[str, Any]:
 
 
 def _describe_source(name: str) -> dict[str, Any]:
-    """Return what `_describe` returns of a policy of this package, read as text: importing it imports torch."""
+    """Return a policy's docstring, options, presets and BibTeX entry as plain data, for a policy of this package.
+
+    Its file is read as text, since importing it imports torch.
+    """
     source = builtin_source(name)
     (kind,) = (part.name for part in source.body if isinstance(part, ast.ClassDef))
     summary, sections = _split(ast.get_docstring(source) or "")
@@ -214,7 +226,7 @@ def _describe_source(name: str) -> dict[str, Any]:
 
 
 def _attributes(source: ast.Module, kind: str) -> dict[str, Any]:
-    """Return the options of a class in a policy's file, those of its bases first, and its presets and its BibTeX entry.
+    """Return the options of a class in a policy's file by name, those of its bases first; also its presets and BibTeX.
 
     Return an empty mapping for a class of another package.
     """
@@ -246,7 +258,10 @@ def _value(expression: ast.expr) -> Any:
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
-    """Return a policy's docstring, options and BibTeX entry as plain data."""
+    """Return a policy's docstring, options, presets and BibTeX entry as plain data, from its class.
+
+    The docstring is that of its module, or else of the class.
+    """
     with fast_imports():
         from kvkeep.policies.base import own_options
 
@@ -266,7 +281,10 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _split(doc: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's first line, and its paragraphs that begin with a word of `_SECTIONS`, by that word."""
+    """Return a docstring's first line, and its paragraphs that begin with a word of `_SECTIONS`, by that word.
+
+    The word is in small letters, with underscores; each paragraph is one line.
+    """
     first, *rest = doc.splitlines() or [""]
     sections: dict[str, str] = {}
     key = None
@@ -283,7 +301,7 @@ def _split(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _show_type(kind: Any) -> str:
-    """Return in words how the values of a type are written."""
+    """Return in words how the values of an annotation are written: ``integer or none``, ``mean or max``."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_show_type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
@@ -293,7 +311,7 @@ def _show_type(kind: Any) -> str:
 
 
 def _print(entry: dict[str, Any]) -> None:
-    """Show a policy's page: what it does, its source and its options."""
+    """Print a policy's page: what it does, its source, its options and its BibTeX entry."""
     screen = console.out()
     screen.print(Text.assemble((entry["name"], "bold"), "  ", entry["summary"]))
     screen.print()
@@ -311,7 +329,7 @@ def _print(entry: dict[str, Any]) -> None:
 
 
 def _print_options(entry: dict[str, Any]) -> None:
-    """Show the table of a policy's options, its presets and an example."""
+    """Print the table of a policy's options, its presets and an example; without options only that there are none."""
     screen = console.out()
     if not entry["options"]:
         screen.print("No options.")
@@ -328,5 +346,5 @@ def _print_options(entry: dict[str, Any]) -> None:
 
 
 def _show_value(value: object) -> str:
-    """Return an option's value as users write it."""
+    """Return an option's value as users write it: ``true`` for ``True``, ``none`` for ``None``."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

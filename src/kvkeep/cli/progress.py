@@ -93,7 +93,7 @@ class ProgressBar:
         self._first = threading.Timer(after_s, self._drawn.start) if after_s else None
 
     def __enter__(self) -> ProgressBar:
-        """Draw the bar, at once or later."""
+        """Draw the bar, at once or after the seconds that its constructor was given (``after_s``), and return it."""
         self._begun_s = time.monotonic()
         if self._first is None:
             self._drawn.start()
@@ -131,7 +131,7 @@ class ProgressBar:
         return f"{task.description or 'working'}: {', '.join(said)}"
 
     def begin(self, text: str, total: int | float = 1.0) -> None:
-        """Show another piece of work in place of the last one, with its own time."""
+        """Show a new piece of work in place of the last one: nothing of it is done, and its time begins now."""
         self._begun_s = time.monotonic()
         self._drawn.update(self._line, visible=False)
         self._line = self._drawn.add_task(text, total=total, note="")
@@ -158,7 +158,7 @@ class ProgressBar:
         )
 
     def advance(self, done: int | float) -> None:
-        """Add to what is done."""
+        """Add ``done`` to what is done, in the unit of the total."""
         self._drawn.advance(self._line, done)
 
 
@@ -196,6 +196,7 @@ def counted(total: int) -> Iterator[Callable[[str, int], None]]:
     Yields:
         A function of a piece's name and the total number of pieces done so far, which redraws the bar.
     """
+    # the rest of the line; the beginning of a name is shown on the narrowest terminal, too
     others = _SHORT + 2 * len(str(total)) + len("  /  0:00:00  time left  0:00:00")
     room = max(12, console.err().width - others)
     with (
@@ -220,6 +221,7 @@ def staged() -> Iterator[Callable[[str, float], None]]:
     Yields:
         A function of a stage's name and the share of that stage that is done. A new name begins a new stage.
     """
+    # what the rest of the line leaves; the beginning of a name is shown on the narrowest terminal, too
     room = max(12, console.err().width - _SHORT - len("  100%  0:00:00 "))
     with ProgressBar("text", "short bar", "percent", "bare left", room=room) as bar:
         shown = ""
@@ -235,7 +237,7 @@ def staged() -> Iterator[Callable[[str, float], None]]:
 
 
 def _on_the_disk() -> str:
-    """Return the last line of work that was stopped."""
+    """Return the note for work that was stopped and whose finished parts are on the disk."""
     return "stopped. What is finished is on the disk; run the same command again to go on."
 
 
@@ -265,11 +267,11 @@ class EvalBar:
 
     def __init__(self, show: Callable[[str, int], None]) -> None:
         self._show = show
-        self._begun: dict[Cell, None] = {}
+        self._begun: dict[Cell, None] = {}  # a set in order: a cell may be told twice, see `kvkeep.evals.run.run`
         self._ended = 0
 
     def begin(self, planned: Planned) -> None:
-        """Show that a cell begins here; all cells begun before count as done."""
+        """Show that a cell begins in this process; all other cells begun before count as done."""
         self._begun[planned.cell] = None
         self._show(_name(planned.cell), len(self._begun) - 1)
 
@@ -281,13 +283,13 @@ class EvalBar:
 
 @contextmanager
 def eval_progress(cells: int) -> Iterator[EvalBar]:
-    """Show a progress bar with the time left, while the context lasts. After Ctrl-C print a note on how to resume."""
+    """Yield a progress bar of ``cells`` cells with the time left. After Ctrl-C print a note on how to resume."""
     with counted(cells) as show:
         yield EvalBar(show)
 
 
 def _name(cell: Cell) -> str:
-    """Return a cell of an evaluation as a text."""
+    """Return the text that a bar shows for a cell of an evaluation: its task, budget and policy."""
 
     from kvkeep.policies.registry import label  # imports torch
 
@@ -322,17 +324,21 @@ class BatchBar:
         self._pace.begin(_work(request))
 
     def refuse(self, request: Request) -> None:
-        """Take the tokens of a request that the engine did not take off the total."""
+        """Subtract from the total the tokens of a request that the engine has refused."""
         self._pace.begin(_work(request))
         self._pace.end(_work(request), 0, 0)
 
     def read_in_part(self, tokens: float) -> None:
-        """Add prompt tokens that a decoder layer has read, and redraw."""
+        """Add what one decoder layer has read of prompts, a fraction of their tokens, and redraw."""
         self._pace.read_in_part(tokens, time.perf_counter())
         self._draw()
 
     def step(self, numbers: Collection[int]) -> None:
-        """Count a new token for each of these requests, and the prompts of those that have their first; redraw."""
+        """Count a new token for each of these requests, and with its first token its prompt as read; redraw.
+
+        Args:
+            numbers: of the requests, as given to `begin`.
+        """
         first = set(numbers) - self._read
         self._read |= first
         self._pace.step(sum(self._running[n].prompt for n in first), len(numbers), time.perf_counter())
@@ -346,7 +352,9 @@ class BatchBar:
         self._pace.end(work, read, len(result.token_ids))
 
     def whole(self, work: TokenCounts, new: int | None) -> None:
-        """Count a line that was run elsewhere: its tokens, and unless it failed the line.
+        """Count a line that was run elsewhere: take its tokens as done, or off the total if it failed.
+
+        A line that did not fail counts as done.
 
         Args:
             work: the tokens of its requests.
@@ -366,7 +374,7 @@ class BatchBar:
         self._draw()
 
     def _draw(self) -> None:
-        """Show how many lines are done, at what speed, and how long the rest takes."""
+        """Redraw the bar: how many lines are done, at what speed in tokens, and how long the rest takes."""
         pace, speed = self._pace, "reading"
         if (left := pace.seconds_left()) is not None:
             speed = f"{console.show_rate(pace.writing_rate)} tokens/s, {_show_time(left)} left"
@@ -377,7 +385,7 @@ class BatchBar:
 
 
 def _work(request: Request) -> TokenCounts:
-    """Return the tokens that a request reads, and those that it may write."""
+    """Return the number of prompt tokens that a request reads, and the most tokens that it may write."""
     return TokenCounts(len(request.prompt or ()), request.sampling.max_new_tokens)
 
 

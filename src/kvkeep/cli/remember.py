@@ -101,7 +101,11 @@ class RememberOptions(CacheOptions):
             check_policy(self.policy)
 
     def checked(self) -> RememberOptions:
-        """Check that the memory can be written, by one adapter at most, and return the options themselves."""
+        """Check that the memory can be written, and that one adapter at most was named; return the options themselves.
+
+        Raises:
+            InputError: several adapters were named, or the memory cannot be written.
+        """
         check_one_adapter(self.adapter, "a memory")
         self.check_output()
         return self

@@ -66,7 +66,7 @@ class _Text:
 
     @property
     def keeps_all(self) -> bool:
-        """Return whether the budget has room for every token, so that nothing is evicted."""
+        """Return whether the budget has room for all tokens of the text, so that reading it evicts none."""
         return self.layout.keeps_all(self.budget, len(self.ids))
 
 
@@ -86,7 +86,7 @@ def serve(request: RememberOptions) -> None:
 
 
 def _serve(request: RememberOptions) -> None:
-    """Check the options, read the text and write its memory."""
+    """Check the options, read the text, write its memory to ``--output``, and print what was written."""
     policy = None if request.policy is None else parse(request.policy)
     if isinstance(request.budget, int):
         budgets.check(request.budget)
@@ -144,7 +144,7 @@ class _Reader:
         self._passages: Passages | None = None
 
     def read(self, budget: int) -> _Made:
-        """Read the text under a budget, and measure its memory unless the user has forbidden it.
+        """Read the text under a budget, measure its memory unless the user has forbidden it, and return both.
 
         Raises:
             KVKeepError: the budget cannot be used, or a step failed.
@@ -172,7 +172,7 @@ class _Reader:
         return _Made(text, snapshot, result, fidelity, why, (read - start, time.perf_counter() - read))
 
     def _fidelity(self, snapshot: Snapshot, text: _Text, adapter: str | None) -> tuple[Fidelity | None, str]:
-        """Return the fidelity of a memory; or ``None``, and the reason why there is none."""
+        """Return the fidelity of a memory and ``""``; or ``None`` and the reason why there is none."""
         if self._request.no_fidelity:
             return None, "--no-fidelity"
         if text.keeps_all and self._request.kv_bits is None:
@@ -188,10 +188,12 @@ class _Reader:
 
 
 def _searched(request: RememberOptions, writer: Writer, text: _Text) -> _Made:
-    """Return the memory of the smallest budget that reaches the fidelity that was asked for.
+    """Return the memory of about the smallest budget (at most a tenth more) that reaches the asked fidelity.
+
+    If none below the text's length does, the memory has room for the whole text, and a note says so.
 
     Raises:
-        InputError: no budget below the text's length can be used, or nothing can be measured.
+        InputError: the policy protects more tokens than the text has, or the fidelity cannot be measured.
         KVKeepError: a step failed.
     """
     reader, wanted = _Reader(request, writer, text), cast(float, request.fidelity)
@@ -236,7 +238,7 @@ def _has_room(layout: Layout, budget: int) -> bool:
 
 
 def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, content: str) -> _Text:
-    """Return the text with its tokens, after a check that the model and the budget have room for them.
+    """Return a text with its tokens, policy and budget, after a check that the model and the budget have room for it.
 
     Raises:
         KVKeepError: there is no room, or the text cannot be encoded.

@@ -77,7 +77,7 @@ def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | N
 
 
 def _config(ctx: Any, file: str | None) -> str | None:
-    """Use the settings of a TOML file as defaults, and return its name.
+    """Use the settings of a TOML file as defaults of the command's options, and return the file's name.
 
     The command line and variables take precedence.
 
@@ -93,6 +93,7 @@ def _config(ctx: Any, file: str | None) -> str | None:
         raise CommandLineError(f"--config {file} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CommandLineError(f"--config {file} is no TOML: {error}.") from error
+    # what a file cannot set: its own name, and whether it is only checked
     names = {param.name for param in ctx.command.params} - {"config", "check"}
     found.pop("tuned", None)  # how `kvkeep tune` found the other settings
     ctx.default_map = {_known(name, file, names): _plain(name, value, file) for name, value in found.items()}
@@ -116,7 +117,7 @@ def _known(name: str, file: str, names: set[Any]) -> str:
 
 
 def _plain(name: str, value: object, file: str) -> object:
-    """Return a value of a file of settings, after a check that a user could type its type.
+    """Return a value of a file of settings as it is, after a check that it is a text, number, switch or list of texts.
 
     Raises:
         CommandLineError: the value has another type.
@@ -129,27 +130,27 @@ def _plain(name: str, value: object, file: str) -> object:
 
 
 def _size(text: str, option: str) -> int:
-    """Return an option's number of bytes."""
+    """Return the number of bytes that a text of an option means: ``8GiB``."""
     return parse_bytes(text, option, example="8GiB")
 
 
 def _size_or_nothing(text: str | None, option: str) -> int:
-    """Return an option's number of bytes; 0 if it is not given."""
+    """Return the number of bytes that a text of an option means; 0 if the option was not given."""
     return 0 if text is None else _size(text, option)
 
 
 def _body(text: str, option: str) -> int:
-    """Return the largest size of a request's body in bytes."""
+    """Return the bytes of an option, the most that a request's body may have: ``16MiB``."""
     return parse_bytes(text, option, example="16MiB")
 
 
 def _origins(given: list[str] | None, option: str) -> tuple[str, ...]:
-    """Return the web origins of an option; none if it is not given."""
+    """Return the web origins of an option as a tuple, unchecked; ``()`` if it is not given."""
     return tuple(given or ())
 
 
 def _hosts(given: list[str] | None, option: str) -> tuple[str, ...]:
-    """Return host names as a ``Host`` header has them, without a port.
+    """Return host names in small letters, without a port and a dot at the end; ``*`` stays, ``()`` for ``None``.
 
     Raises:
         InputError: one is a URL or no name.
@@ -157,6 +158,7 @@ def _hosts(given: list[str] | None, option: str) -> tuple[str, ...]:
     for name in given or ():
         if not re.fullmatch(r"\*|[A-Za-z0-9._-]+(:\d+)?|\[[0-9A-Fa-f:.]+\](:\d+)?", name, re.ASCII):
             raise InputError(f"{option}={name!r:.80} is no host; give a name alone, such as kvkeep.example.")
+    # a full name may end with a dot
     return tuple(re.sub(r":\d+$", "", name).lower().rstrip(".") for name in given or ())
 
 
@@ -356,5 +358,9 @@ class ServeOptions(ModelOptions):
             raise InputError(f"port={self.port} is outside {port.least} … {port.most}; 0 takes any free one.")
 
     def checked(self) -> ServeOptions:
-        """Return the options with the numbers of replicas."""
+        """Return a copy of the options with ``--ray-replicas`` read as two numbers.
+
+        Raises:
+            InputError: they are out of range, or an address was given without them.
+        """
         return replace(self, replicas=parse_replicas(self.ray_replicas, self.ray_address))

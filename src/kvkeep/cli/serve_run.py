@@ -79,7 +79,7 @@ class Answering(Protocol):
 
 
 def engine_options(request: ServeOptions) -> dict[str, Any]:
-    """Return the options of the engine."""
+    """Return the arguments of `Engine` that a server's options ask for, by name, with the memory for sessions."""
     slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
     rest = ("guard", "keep_prompt", "host_rows", "prefix_memory", "session_dir", "conversations", "conversation_ttl")
     most = session_bytes(request)
@@ -96,10 +96,14 @@ _FILES = 8
 
 
 def session_bytes(request: ServeOptions) -> int:
-    """Return the main memory for idle sessions and conversations, of each replica."""
+    """Return the bytes of main memory for idle sessions and conversations, of each replica.
+
+    By default a share of what is free, at most `_MOST_KEPT` for all replicas together.
+    """
     if request.session_memory is not None:
         return request.session_memory
     free, count = free_bytes(torch.device("cpu")), 1 if request.replicas is None else request.replicas[1]
+    # all replicas may run on one machine
     return min(_MOST_KEPT, _MOST_KEPT if free is None else free // 4) // count
 
 
@@ -134,7 +138,7 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
 
 
 def _need(request: ServeOptions, longest: int | None) -> tuple[Need, str]:
-    """Return a replica's resources and the device it uses, after a check that all replicas fit.
+    """Return the resources that a replica needs and its device, after a check that the most replicas fit.
 
     Raises:
         InputError: nodes have other versions than this process, or the replicas do not fit.
@@ -152,7 +156,12 @@ def _need(request: ServeOptions, longest: int | None) -> tuple[Need, str]:
 
 
 def _bytes(request: ServeOptions, longest: int | None) -> int:
-    """Return the main memory of a replica, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
+    """Return the bytes of main memory of a replica, as ``kvkeep plan`` counts; 0 for a model that cannot be planned.
+
+    Args:
+        request: the options of the command.
+        longest: the most tokens of a sequence; ``None`` for the model's trained length.
+    """
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
     try:
@@ -166,7 +175,7 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
 
 
 def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> ReplicaRecipe:
-    """Return the recipe from which replicas are made."""
+    """Return the recipe from which replicas are made: model, engine and server settings, on a device."""
     options = engine_options(request)
     # each replica gives its engine a folder of its own within the shared one
     del options["session_dir"]
@@ -208,7 +217,13 @@ def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterat
 
 
 def _reason(serve: Any, name: str, error: RuntimeError) -> str:
-    """Return why replicas have not started: kvkeep's own error, or the end of a traceback."""
+    """Return why replicas have not started: kvkeep's own error, or the end of a traceback.
+
+    Args:
+        serve: the module ``ray.serve``.
+        name: of the application.
+        error: what Ray Serve has raised.
+    """
     status = serve.status().applications.get(name)
     said = [deployed.message for deployed in status.deployments.values()] if status else []
     found = [reason for text in (*said, str(error)) for reason in _OURS.findall(text)]
@@ -216,7 +231,7 @@ def _reason(serve: Any, name: str, error: RuntimeError) -> str:
 
 
 async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
-    """Return the replicas and the facts of one of them, after a check that all have the same weights.
+    """Return the replicas behind a handle of Ray Serve and the facts of one, after a check that all have its weights.
 
     Raises:
         InputError: the replicas have different weights.
@@ -238,7 +253,9 @@ _SHORTEST = 8  # characters of a key; a shorter one is guessed
 
 
 def read_keys(file: str | None) -> ApiKeys:
-    """Return the keys of a file, one per line as KEY or NAME KEY, and the key of the environment variable.
+    """Return the keys of a file, one per line as KEY or NAME KEY, and the key of the variable `VARIABLE`.
+
+    There may be neither: without a file (``None``) and the variable the result has no keys.
 
     Raises:
         InputError: the file cannot be read, has no key, or has a line of another form.
@@ -272,7 +289,11 @@ def read_keys(file: str | None) -> ApiKeys:
 
 
 def _checked(key: str, where: str) -> str:
-    """Return an API key after a check of its length and characters."""
+    """Return an API key as it is, after a check of its length and characters.
+
+    Raises:
+        InputError: it is too short, or has other characters than printable ASCII.
+    """
     if len(key) < _SHORTEST or not key.isascii() or not key.isprintable():
         raise InputError(f"{where}: a key has {_SHORTEST} or more ASCII characters.")
     return key
@@ -351,7 +372,7 @@ def _serve_here(
 
 
 def _answer(place: ServerAddress, socket: Any, request: ServeOptions) -> Answering:
-    """Return a function that answers requests until a signal ends it."""
+    """Return a function that answers requests at a socket until a signal ends it; it sets up the log and says where."""
 
     def answer(app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
         _log(request.access_log)
@@ -392,7 +413,7 @@ def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> Server
 
 
 def _place(request: ServeOptions) -> ServerAddress:
-    """Return where the server listens, after a check of the TLS files."""
+    """Return the address that the options give, after a check of the TLS files. Nothing listens there yet."""
     place = ServerAddress(
         host=request.host,
         port=request.port,
@@ -407,7 +428,9 @@ def _place(request: ServeOptions) -> ServerAddress:
 
 
 def _checkpoint(request: ServeOptions) -> tuple[ServeOptions, Checkpoint, int | None]:
-    """Return the request with a policy, the checkpoint and the longest sequence, after all checks that need no weights.
+    """Return the request with a policy, the model without weights, and the longest sequence, after all other checks.
+
+    The longest sequence is in tokens; ``None`` if nothing limits it.
 
     Raises:
         KVKeepError: something cannot be used.
@@ -451,7 +474,7 @@ def _default_policy(checkpoint: Checkpoint, device: str) -> Policy:
 
 
 def _remark(request: ServeOptions, settings: ServerSettings, checkpoint: Checkpoint) -> None:
-    """Print a note if anybody in the network could use the model, and if it knows no turns of a chat."""
+    """Print a note if anybody in the network can use the model, and one if the model has no chat template."""
     if request.unix_socket is None and not _is_loopback(request.host) and not settings.keys.owners:
         console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
     if checkpoint.tokenizer.chat_template is None:
@@ -459,7 +482,7 @@ def _remark(request: ServeOptions, settings: ServerSettings, checkpoint: Checkpo
 
 
 def _log(access: bool) -> None:
-    """Write the log to standard error: with ``access`` a line for each request, otherwise errors only."""
+    """Set up the server's log, to standard error: with ``access`` a line for each request, otherwise errors only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.handlers[:] = [handler]

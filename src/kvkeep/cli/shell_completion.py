@@ -32,7 +32,7 @@ def policies(incomplete: str) -> list[Completion]:
 
 
 def policy_list(incomplete: str) -> list[Completion]:
-    """Return completions of the last policy of a comma-separated list."""
+    """Return completions of a comma-separated list of policies: the whole list, with its last policy completed."""
     items = incomplete.split(",")
     starts = [len(items) - 1]
     with_options = [i for i, item in enumerate(items[:-1]) if ":" in item]
@@ -46,7 +46,10 @@ def policy_list(incomplete: str) -> list[Completion]:
 
 
 def models(incomplete: str) -> list[Completion]:
-    """Return completions of a model: GGUF files, folders with a model, and hub models in the local cache."""
+    """Return completions of a model: GGUF files and folders with a model near the typed path, and cached hub models.
+
+    Folders are those in the typed folder, and one level below.
+    """
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
     with contextlib.suppress(OSError):  # there is no such folder: nothing to propose
@@ -83,6 +86,7 @@ def words(*known: str) -> Callable[[str], list[Completion]]:
 def joined_words() -> Iterator[None]:
     """Join the words that bash has split at colons and equals signs, and print completions as bash expects them.
 
+    The words are in environment variables, which are changed. For other shells, or without completion, do nothing.
     Bash replaces only what follows the last of these characters.
     """
     number = os.environ.get(_NUMBER, "")
@@ -110,7 +114,7 @@ def _join(given: list[str]) -> list[str]:
     broken = False
     for word in given:
         is_break = word != "" and not word.strip("".join(_BREAKS))
-        if joined and (is_break or (broken and word)):
+        if joined and (is_break or (broken and word)):  # an empty word is a new one, after a space
             joined[-1] += word
         else:
             joined.append(word)
@@ -149,7 +153,12 @@ def _options(name: str, tail: str) -> list[Completion]:
 
 
 def _values(kind: str, default: object) -> list[str]:
-    """Return the values of an option: all if they are few, otherwise its default."""
+    """Return the values to propose for an option: all of a choice or a switch, otherwise its default, ``""`` for none.
+
+    Args:
+        kind: the option's annotation, as text.
+        default: its default.
+    """
     if "Literal" in kind:
         return re.findall(r"['\"]([^'\"]+)['\"]", kind)
     if isinstance(default, bool):
@@ -158,7 +167,7 @@ def _values(kind: str, default: object) -> list[str]:
 
 
 def _short(remark: str) -> str:
-    """Return a remark, shortened so that it fits beside its word: shells take no line breaks."""
+    """Return a remark, cut to `_REMARK` characters so that it fits beside its word: shells take no line breaks."""
     return remark if len(remark) <= _REMARK else f"{remark[: _REMARK - 1].rstrip()}…"
 
 
@@ -170,7 +179,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _as_typed(path: Path, incomplete: str) -> str:
-    """Return a path in the form in which the user has begun to write it."""
+    """Return a path with ``~/`` or ``./`` in front if the user has begun to write it so."""
     if incomplete.startswith("~"):
         with contextlib.suppress(ValueError, RuntimeError):  # somebody else's home, or the user has none
             return f"~/{path.relative_to(Path.home())}"
@@ -178,7 +187,8 @@ def _as_typed(path: Path, incomplete: str) -> str:
 
 
 def _cached_models() -> list[str]:
-    """Return the hub names of the models in the local cache."""
+    """Return the hub names of the models in the local cache, sorted."""
+    # the places that huggingface_hub knows, without its import
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home) / "hub"
     return sorted(path.name.removeprefix("models--").replace("--", "/") for path in Path(cache).glob("models--*"))

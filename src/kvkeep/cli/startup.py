@@ -15,7 +15,7 @@ def fast_imports() -> Iterator[None]:
     """Import torch and transformers in this context without garbage collection.
 
     What an import makes stays, and looking through all of it again and again takes a fifth of the time. Afterwards it
-    is left out of collections. If torch is there already, the context changes nothing.
+    is left out of collections. If transformers has been imported or collections are off, the context changes nothing.
     """
     if "transformers" in sys.modules or not gc.isenabled():
         yield

@@ -31,7 +31,7 @@ _QUALITY, _SEARCH = "Quality", "Search"
 
 
 def _heads(text: str | None, option: str) -> tuple[str | None, ...]:
-    """Return the rules of ``--head-budget``; ``(None,)``, the policy's own rule, if it was not given."""
+    """Return the rules of ``--head-budget``, checked; without it ``(None,)``, which is each policy's own rule."""
     return (None,) if text is None else tuple(parse_head_budget(item, option) for item in items(text, option))
 
 
@@ -143,7 +143,7 @@ class TuneOptions(ModelOptions):
 
     @property
     def output(self) -> Path:
-        """Return the folder of the search."""
+        """Return the folder of ``--output``; without it ``tuned``, or ``tuned-quick`` with ``--quick``."""
         return self.named_output or Path("tuned-quick" if self.quick else "tuned")
 
     def check_values(self) -> None:

@@ -108,10 +108,11 @@ def arguments_of(request: TuneOptions) -> TuneArguments:
 
 @contextmanager
 def _progress() -> Iterator[OnBlock]:
-    """Show what is measured and how many documents have been read, while the context lasts.
+    """Yield a function that shows what is measured and how many documents have been read, on a bar of this context.
 
     After Ctrl-C print a note on how to resume.
     """
+    # the rest of the line at its widest; the text is cut to what is left, or to 20 characters on a narrow terminal
     others = len("⠋ , 1000 of about 1000 documents read  100%  0:00:00 ")
     room = max(20, console.err().width - others) if console.err().is_terminal else None
     before: int | None = None
@@ -122,7 +123,7 @@ def _progress() -> Iterator[OnBlock]:
             # what an earlier run has read would make this one look fast
             before = progress.units if before is None else before
             at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
-            total = max(progress.expected, progress.units + 1)
+            total = max(progress.expected, progress.units + 1)  # an estimate that is too low must not end the bar
             bar.show(
                 progress.units - before,
                 text=f"{console.visible(at)[:room]}, {progress.units} of about {total} documents read",
@@ -134,7 +135,7 @@ def _progress() -> Iterator[OnBlock]:
 
 
 def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: TuneRecords) -> None:
-    """Print the table, draw the curve, write the settings, and print the answer.
+    """Draw the curve, write the settings if a budget was chosen, and print the table and the answer, or JSON.
 
     Raises:
         InputError: no budget reaches the target, and the documents would have sufficed to show it.
@@ -164,11 +165,11 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
 
 
 def _print(plan: TunePlan, result: TuneResult) -> None:
-    """Show the table of candidates."""
+    """Print the table of the policies and budgets that were measured."""
     screen = console.out()
     screen.print(report.title(result, plan.case, plan.measure.kind), style="bold")
     filled = console.table(*report.COLUMNS)
-    for column in filled.columns[1:-1]:
+    for column in filled.columns[1:-1]:  # numbers; the first is a name, the last a verdict
         column.justify, column.no_wrap = "right", True
     for row in report.lines(result, plan.full_bytes):
         filled.add_row(*map(console.visible, row))
@@ -177,7 +178,7 @@ def _print(plan: TunePlan, result: TuneResult) -> None:
 
 
 def _write(request: TuneOptions, plan: TunePlan, result: TuneResult, records: TuneRecords) -> None:
-    """Write the chosen settings as a ``kvkeep.toml``."""
+    """Write the chosen settings as ``kvkeep.toml`` in the folder of the search, with the figures in their own table."""
     heading = f"Written by kvkeep {__version__} tune.\n{report.answer(result, plan.full_bytes)}"
     found = report.config(result.found, request.model)
     text = found.text(heading, report.notes(result, plan.case, plan.full_bytes))
@@ -185,7 +186,7 @@ def _write(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tu
 
 
 def _draw(request: TuneOptions, plan: TunePlan, result: TuneResult) -> Path | None:
-    """Draw the curve and return its file; ``None`` if it is not wanted or cannot be drawn."""
+    """Draw the curve and return its file; ``None`` if it is not wanted, or cannot be drawn, which a note says."""
     if not request.plots:
         return None
     if not plots.available():

@@ -19,7 +19,15 @@ from kvkeep.errors import KVKeepError
 
 
 def given(param: Any, words: Sequence[str], ctx: Any) -> str:
-    """Return a parameter's last given value: in the command line, a variable, or a file of settings."""
+    """Return the text that was given for a parameter: in the command line, else a variable, else a file of settings.
+
+    The last one in the command line counts; ``""`` if there is none.
+
+    Args:
+        param: typer's parameter.
+        words: all words after the command.
+        ctx: the context of the command.
+    """
     found = ""
     for word, following in zip(words, (*words[1:], ""), strict=False):
         for name in param.opts:
@@ -162,8 +170,9 @@ def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
 
 
 def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
-    """Return the error message for an unknown command, with the likely command."""
+    """Return the error message for the unknown command ``words[0]``, with what was probably meant."""
     name, path = words[0], ctx.command_path
+    # `name`: every command begins with an empty text
     begun = [command for command in group.commands if name and command.startswith(name.lower())]
     close = begun or difflib.get_close_matches(name.lower(), list(group.commands), n=1)
     said = f"{path} has no command {shown(name)}."
@@ -183,7 +192,10 @@ def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
 
 
 def text_of(words: Sequence[str]) -> str | None:
-    """Return the words after ``--prompt`` that the shell has split for want of quotes; ``None`` without them."""
+    """Return the words from ``--prompt`` to the next option as one text; ``None`` without that option.
+
+    The shell has split them for want of quotes.
+    """
     start = next((i + 1 for i, word in enumerate(words) if word in ("-p", "--prompt")), None)
     if start is None:
         return None
@@ -192,7 +204,7 @@ def text_of(words: Sequence[str]) -> str | None:
 
 
 def quotes_missing(text: str) -> str:
-    """Return the advice for a prompt that the shell has split."""
+    """Return the advice to quote a prompt that the shell has split: ``-p`` with the text in quotes."""
     return f"Text of several words needs quotes: -p {quoted(text.strip(_CURLY))}"
 
 
@@ -216,7 +228,7 @@ def quoted(text: str) -> str:
 
 
 def _unknown_option(name: str, ctx: Any) -> str:
-    """Return what is wrong with an unknown option, and which one may have been meant."""
+    """Return the message for an unknown option: that there is none, and which one may have been meant."""
     path, own = ctx.command_path, dict(_options(ctx))
     said = f"{path} has no option {shown(name)}."
     other = _OTHER_NAMES.get(name, "")
@@ -246,7 +258,13 @@ def _bad_value(name: str, ctx: Any) -> str:
 
 
 def _bad_number(param: Any, said: str, value: str) -> str | None:
-    """Return the message about a value that is no number, or out of range; ``None`` for another error."""
+    """Return the message about a value that is no number, or out of range; ``None`` for another error.
+
+    Args:
+        param: the option or argument.
+        said: typer's message.
+        value: the text that was given.
+    """
     name = _name(param)
     if "integer" in said:
         return f"{name} {shown(value)} is not a whole number; write e.g. {name} 8"
@@ -271,7 +289,7 @@ def _unexpected(ctx: Any, words: Sequence[str]) -> str:
 
 
 def _missing(ctx: Any) -> str:
-    """Return in words what the command needs and does not have: ``--text FILE and --output DIR``."""
+    """Return in words the required parameters that were not given: ``--text FILE and --output DIR``."""
     wanted = [param for param in ctx.command.params if param.required and ctx.params.get(param.name) is None]
     named = [
         param.metavar or param.name.upper()
@@ -283,19 +301,19 @@ def _missing(ctx: Any) -> str:
 
 
 def _options(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a command by each of their names."""
+    """Yield the options of a command, each as often as it has names: name, option."""
     for param in ctx.command.get_params(ctx):
         if param.param_type_name == "option":
             yield from ((name, param) for name in (*param.opts, *param.secondary_opts))
 
 
 def _commands(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the commands of the application by name."""
+    """Yield name and object of each command of the application, whichever command runs."""
     yield from getattr(ctx.find_root().command, "commands", {}).items()
 
 
 def _names(command: Any) -> set[str]:
-    """Return all names of a command's options."""
+    """Return all names of a command's options and arguments, such as ``--budget`` and ``-b``."""
     return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
 
 
@@ -307,7 +325,7 @@ def _name(param: Any) -> str:
 
 
 def _see(ctx: Any) -> str:
-    """Return the hint at a command's help."""
+    """Return the sentence that points at a command's help: ``See kvkeep plan --help.``"""
     return f"See {ctx.command_path} --help."
 
 
