@@ -47,7 +47,8 @@ from kvkeep.snapshot.snapshot import Snapshot
 def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int) -> None:
     """Refuse a request whose prompt and new tokens need more slots per head than the policy can give them.
 
-    Return without an error for a policy that evicts and does not grow, once its budget is checked.
+    Return without an error for a policy that evicts generated tokens, once its budget is checked. One that grows evicts
+    the prompt alone: its prompt is cut first, and then all new tokens must fit.
 
     Args:
         layout: the policy, and how the budget is spread over the model's layers.
@@ -98,8 +99,12 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _limits(root: Path, groups: Path) -> Iterator[int]:
-    """Yield, for each control group (cgroup v2) that contains this process, the bytes that it may still use, without
-    swap.
+    """Yield, for each control group (cgroup v2) with a limit that contains this process, the bytes that it may still
+    use, without swap. Yield nothing where there are no such groups.
+
+    Args:
+        root: the folder of the group that contains all others.
+        groups: the file that names the groups of this process.
     """
     try:
         # the line of version 2, which has one hierarchy for everything
@@ -125,7 +130,7 @@ def _read(file: Path) -> str:
 def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool = False) -> None:
     """Refuse ``host_rows`` if that many swapped-out sequences do not fit into the free main memory.
 
-    Return without an error if the free memory is unknown.
+    Return without an error if ``host_rows`` is 0, or the free memory is unknown.
 
     Args:
         host_rows: the most that wait.
@@ -171,7 +176,8 @@ def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, c
 
 
 def largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """Return the largest budget below ``below`` with which one row fits into the memory; ``None`` if no budget does.
+    """Return the largest budget below ``below`` with which one row fits into the memory. Return ``None`` if no budget
+    does, or if the policy refuses even one of those that are tried.
 
     Args:
         model: the model, attached.
@@ -189,6 +195,7 @@ def largest_budget(model: Model, policy: Policy, below: int, memory: int, **opti
     try:
         while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
             share = (memory - size(low)) / (size(high) - size(low))
+            # strictly between the two, so that every round narrows the range
             guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
             low, high = (guess, high) if size(guess) <= memory else (low, guess)
         return low if low < below and size(low) <= memory else None
@@ -216,24 +223,28 @@ class Identity:
     dtype: str | None = None
 
     def weights(self, adapter: str | None = None) -> str:
-        """Return a hash of the model's weights as they are now, with an adapter; ``None``: the base model."""
+        """Return a hash of the model's weights as they are now, with an adapter; ``None``: the base model.
+
+        Of a model whose adapters kvkeep has not loaded, the weights are hashed with those that are active.
+        """
         if (named := adapters_of(self.model)) is None:  # adapters from elsewhere count as they are active
             return fingerprint(self.model)
         return named.weights_hash(adapter)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Return the names of the model's adapters."""
+        """Return the names of the adapters that kvkeep has loaded into the model; ``()`` without any."""
         named = adapters_of(self.model)
         return () if named is None else named.names
 
     def adapter_of(self, adapter: str | None, made: Fingerprint | None) -> str | None:
-        """Return the name of the adapter under which a request or a session runs, after checking that the model has it.
+        """Return the name of the adapter under which a request or a session runs, after checking that the model has it;
+        ``None``: the base model.
 
         Args:
             adapter: its name, if it was named.
-            made: the fingerprint of the memory that is continued. If no adapter was named, it is the one with the
-                weights that the memory was made with, whatever it was called.
+            made: the fingerprint of the memory that is continued, if one is. If no adapter was named, it is the one
+                with the weights that the memory was made with, whatever it was called.
 
         Raises:
             InputError: the model has no such adapter.
@@ -263,10 +274,11 @@ class Identity:
         return hash_of_config(self.model.config)
 
     def checked(self, layout: Layout) -> Layout:
-        """Return the layout itself, after checking that its head profile, if it has one, belongs to these weights.
+        """Return the layout itself, after checking that its head profile, if it has one, belongs to the model's
+        weights.
 
         Raises:
-            InputError: the profile belongs to other weights.
+            InputError: the profile was made with other weights.
         """
         if layout.profile is not None:
             layout.profile.check_weights(self.weights)
@@ -443,11 +455,11 @@ class Admission:
         return found
 
     def _drops(self, request: Request, past: ConversationHistory) -> Drops:
-        """Return the drops of a request, with those of the memory that it continues, after checking them.
+        """Return the drops of the memory that a request continues, and then its own, after checking its own.
 
         Raises:
             InputError: a token is dropped that is pinned or was not read, nothing would be left, or no token of the
-                prompt follows.
+                prompt follows; the request has drops and a guard; or see `check_drops`.
             UnsupportedOperationError: the model has layers with a state.
         """
         asked, prompt = cast(Drops, request.drops), cast(GenericSequence[int], request.prompt)
@@ -487,10 +499,11 @@ class Admission:
         """Refuse to drop tokens of a memory that cannot forget them, or to place those behind them as it cannot.
 
         Args:
-            reposition: whether the tokens behind are to move up; ``None``: as it happens.
+            reposition: whether the tokens behind are to move up; ``None``: whatever the engine's positions do.
 
         Raises:
-            InputError: tokens move up under slot positions, and do not under true ones.
+            InputError: ``reposition`` is false under slot positions, where tokens move up, or true under true ones,
+                where they do not.
             UnsupportedOperationError: the model has layers with a state.
         """
         if self._states:
@@ -506,11 +519,12 @@ class Admission:
             )
 
     def _ends(self, request: Request, turn_ends: frozenset[int]) -> frozenset[int]:
-        """Return the ids of the tokens that end a request: the model's end tokens, its own stop tokens, and those with
-        which the chat template ends an answer.
+        """Return the ids of the tokens that end a request: the model's end tokens, the request's own stop tokens, and
+        ``turn_ends``, with which the chat template ends an answer. With ``ignore_end`` these are its own alone.
 
         Raises:
-            InputError: one of its own is outside of the vocabulary, or no token is left for the least number of tokens.
+            InputError: one of its own is outside of the vocabulary, or every token is one that ends it, and it asks for
+                ``min_new_tokens``.
         """
         own = cast(tuple[int, ...], request.stop_token_ids)
         if own and own[-1] >= self._vocabulary:  # they are sorted
@@ -528,7 +542,8 @@ class Admission:
         """Refuse tokens outside of the vocabulary, and tokens of the prompt that stand for images or the like.
 
         Raises:
-            InputError: a token of the prompt or of the bias is outside of the vocabulary, or stands for no text.
+            InputError: a token of the prompt or of the logit bias is outside of the vocabulary, or one of the prompt
+                stands for no text.
         """
         if max(prompt) >= self._vocabulary or min(prompt) < 0:
             raise InputError(f"The prompt has tokens outside of the model's vocabulary of {self._vocabulary}.")
@@ -544,11 +559,12 @@ class Admission:
             )
 
     def _levels(self, policy: Policy, budget: int, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the budgets among which a guarded request chooses, in ascending order, after checking its pins and
-        the prompt that is to stay whole. Return an empty tuple for a request without a guard.
+        """Return the budgets among which a request with a guard chooses, in ascending order; an empty tuple without a
+        guard. With or without one, check its pins first, and whether a prompt that is to stay whole fits.
 
         Raises:
-            InputError: a pin lies outside of the prompt, or no budget can be chosen.
+            InputError: a pin lies outside of the tokens that the request adds to ``past``, or it has a guard, and
+                continues a memory, is read in several chunks, or has a policy for which no budget can be chosen.
             BudgetError: some layer's budget is too small for pinned and protected tokens together, or for a prompt
                 that stays whole.
         """
@@ -582,7 +598,7 @@ class Admission:
         return budget_guard.levels(self._layout(policy), budget, pins)
 
     def check_pins(self, policy: Policy, budget: int, pins: Spans) -> None:
-        """Refuse pins of a session that the budget does not hold.
+        """Refuse pins that the budget does not hold beside the tokens that the policy protects.
 
         Raises:
             BudgetError: some layer's budget is too small for pinned and protected tokens together.
@@ -590,7 +606,9 @@ class Admission:
         self._layout(policy).check_pins(budget, pins)
 
     def can_pin(self, pins: Spans, policy: str | Policy | None, budget: int | None, *, share: float) -> bool:
-        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them.
+        """Return whether pins take at most a share of a budget, and the policy evicts and can hold them under it.
+
+        A policy or a budget that is ``None`` is the engine's.
 
         Raises:
             KVKeepError: there is no such policy, or the budget is out of range.
@@ -617,7 +635,7 @@ class Admission:
         snapshot.
 
         What is ``None`` comes from ``made``, the fingerprint of a memory that is continued, or else from the engine. An
-        engine's adapter is none. The policy gets ``keep_prompt``.
+        engine's adapter is none. The policy that is returned has ``keep_prompt`` as one of its options.
 
         Raises:
             KVKeepError: the budget is more than the engine's, the model has no such adapter, or the memory belongs to
@@ -649,11 +667,13 @@ class Admission:
         return self.identity.weights(adapter)
 
     def make_rows(self, policy: Policy) -> KVManager:
-        """Allocate the engine's rows for a policy, after checking that they fit into the free memory. Return their KV
-        manager, whose dtype fingerprints have from then on.
+        """Allocate the engine's rows for a policy, after checking that they fit into the free memory, with the
+        sequences that may wait in main memory. Return their KV manager. Fingerprints name the dtype of its keys from
+        then on.
 
         Raises:
-            BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
+            BudgetError: not one row fits into ``kv_memory``, or there is no free memory for the rows or for the
+                sequences that wait.
         """
         rows = KVManager(self._model, policy, self._budget, **self._options)
         count = self._rows_that_fit(rows)
@@ -677,7 +697,7 @@ class Admission:
         If the new rows cannot be allocated, allocate the old ones again, empty, and raise the error.
 
         Raises:
-            BudgetError: not one row fits into the memory.
+            BudgetError: see `make_rows`.
         """
         count = rows.count
         rows.allocate(0)  # before there is memory for others
@@ -688,11 +708,14 @@ class Admission:
             raise
 
     def _bytes_of_rows(self, rows: KVManager, count: int) -> int | None:
-        """Return the most bytes that the rows may take beside the staging copies; ``None`` without a limit."""
+        """Return the most bytes that ``count`` rows may take beside the staging copies, whose limit is set as well;
+        ``None`` without a limit.
+        """
         return share_room(self._staging, self._kv_memory, rows.row_bytes, count)
 
     def _rows_that_fit(self, rows: KVManager) -> int:
-        """Return how many rows of this kind the engine allocates: the wanted number, or as many as ``kv_memory`` holds.
+        """Return how many rows of this kind the engine allocates: the wanted number (by default `DEFAULT_ROWS`), and
+        with ``kv_memory`` at most as many as that holds (by default so many).
 
         Raises:
             BudgetError: not one row fits into the memory.

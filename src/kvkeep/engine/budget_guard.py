@@ -49,6 +49,10 @@ SHARES = (4, 2)
 def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
     """Return the reason why a request under this policy cannot choose its budget at the end of its prompt; ``None`` if
     it can.
+
+    Args:
+        policy: the policy.
+        levels: the budgets to choose from, in tokens.
     """
     if not policy.evicts:
         return "it keeps every token"
@@ -100,11 +104,11 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
-    """Return the budgets among which a guarded request chooses, in ascending order. Budgets too small for the protected
-    and pinned tokens are left out.
+    """Return the budgets among which a request with a guard chooses, in ascending order: a quarter, half and all of
+    ``budget``. Of the first two, those too small for the protected and pinned tokens are left out.
 
     Raises:
-        InputError: no budget can be chosen for the policy.
+        InputError: no budget can be chosen for the policy, or its heads have budgets from a profile.
     """
     found = []
     for share in SHARES:
@@ -124,8 +128,8 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
 
 
 def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
-    """Find the budget that a guarded request chose, from the budgets of the layers in its saved memory. Return
-    ``budget`` if none of the smaller ones fits.
+    """Return the budget that a request with a guard once chose (all, a quarter or half of ``budget``), as the budgets
+    of the layers in its saved memory tell. Return ``budget`` if they are those of none.
 
     Args:
         layout: the memory's policy, and how budgets are spread over the layers.
@@ -142,6 +146,10 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
 def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
     """Return the sum of the budgets of layers that share one (0 if none do), then the average over the heads of each
     other layer: what a divided budget has in common with the one that was divided.
+
+    Args:
+        layout: tells which layers share a budget.
+        budgets: the budget of each layer; a tuple where heads have their own.
     """
     # fractions, since averages are compared for equality
     each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
@@ -151,7 +159,7 @@ def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
     return [joint, *(number for number, joint in pairs if not joint)]
 
 
-_LATER = torch.iinfo(torch.int32).max
+_LATER = torch.iinfo(torch.int32).max  # sorts behind every position; as a budget it cuts nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,16 +178,18 @@ class Cut:
 
     @classmethod
     def of(cls, view: View, stays: Bool[Tensor, "B Hk S"], mass: Float[Tensor, "B Hk S"], *, divided: bool) -> Cut:
-        """Return the cut after which the tokens in ``stays`` remain.
+        """Return the cut of a layer's rows after which the tokens in ``stays`` remain: their positions, and the mass
+        of all others in each head.
 
-        If ``divided``, the cut stores the view's budgets of heads.
+        If ``divided``, the cut stores the view's budgets of heads, and else none.
         """
+        # slots without a token have a negative position, and no mass to lose
         gone = mass.masked_fill(stays | (view.positions < 0), 0.0).sum(dim=-1)
         budget = cast(Tensor, view.budget) if divided else None
         return cls(_in_order(view.positions, stays), gone, budget)
 
     def row(self, row: int) -> Cut:
-        """Return the cut of a single row."""
+        """Return this layer's cut for a single row alone, a view of the same tensors."""
         mine = slice(row, row + 1)
         return Cut(self.positions[mine], self.gone[mine], None if self.budget is None else self.budget[mine])
 
@@ -222,7 +232,9 @@ class WatchedPolicy:
         return str(self._policy)  # Python never asks `__getattr__` for special methods
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the policy's state after a step, which is passed to ``note`` first."""
+        """Return the state that the watched policy has after a step. First pass the view, the state before, the report
+        and the state after to ``note``.
+        """
         after = self._policy.observe(state, view, report)
         self._note(view, state, report, after)
         return after
@@ -257,8 +269,8 @@ class Trial:
     def _note(
         self, layer: int, segment: Segment, policy: Policy, view: View, before: State, report: Report, after: State
     ) -> None:
-        """Record what each smaller budget would keep in one layer; of layers that share one budget, the scores on which
-        that depends. Called once per layer, when the policy has observed the prompt.
+        """Record what each smaller budget would keep in one layer of a segment of rows; of layers that share one
+        budget, the scores on which that depends. Called once per layer, when the policy has observed the prompt.
 
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
@@ -269,6 +281,7 @@ class Trial:
         for place in reversed(range(len(SHARES))):
             numbers = [self._number(row, place, layer) for row in range(segment.start, segment.stop)]
             column = torch.tensor(numbers, device=view.seen.device)[:, None]
+            # rows without this smaller budget keep their own
             asked = dataclasses.replace(view, budget=torch.minimum(column, torch.as_tensor(view.budget).to(column)))
             same = _same_state(policy.observe(before, asked, report), after)
             # what stays depends on the scores of all layers, so `_cut_together` cuts these; another state fails below
@@ -298,10 +311,10 @@ class Trial:
 
     @inference
     def settle(self) -> None:
-        """Choose the smallest budget of each guarded row that loses no more mass than its guard, and reduce the row to
-        it.
+        """Choose, for each row whose request has a guard, the smallest budget at which the prompt's cut loses no larger
+        share of attention than the guard, and reduce the row to it.
 
-        A row without such a budget stays as it is.
+        A row without such a budget, or which no longer holds all tokens of it, stays as it is.
         """
         self._cut_together()
         for row, sequence in self._guarded.items():
@@ -314,8 +327,8 @@ class Trial:
                 self._reduce(row, sequence)
 
     def _holds(self, row: int, place: int) -> bool:
-        """Return whether the row still holds every token that the smaller budget would keep, in all layers and
-        processes.
+        """Return whether the row, cut to its whole budget, still holds every token that its ``place``-th smaller budget
+        would keep, in all layers and processes.
         """
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
         # other cuts are among the tokens that the row was cut to, which `_note` has checked
@@ -324,8 +337,8 @@ class Trial:
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
 
     def _reduce(self, row: int, sequence: Sequence) -> None:
-        """Shrink a row to its chosen budget: keep the tokens recorded for it, and set the row's budget and its lost
-        mass.
+        """Shrink a row to the budget that its sequence has chosen: keep the tokens recorded for it, and set the row's
+        budget and the attention mass that its prompt's cut has lost.
         """
         cuts = [cut for _, cut in self._of(row, sequence.levels.index(sequence.budget))]
         # read first: new budgets divide a pool anew, and its slots lose their content
@@ -335,11 +348,11 @@ class Trial:
         give(blocks, [cut.budget for cut in cuts])
         for block, cut, tokens in zip(blocks, cuts, held, strict=True):
             tokens.put(block)
-            block.lost[..., 0] = cut.gone
+            block.lost[..., 0] = cut.gone  # the first sum is what cuts of the prompt evicted
 
     def _cut_together(self) -> None:
-        """Compute the cuts of layers that share one budget. This needs the scores of all of them, so it runs after the
-        last layer.
+        """Compute and record the smaller budgets' cuts of layers that share one budget. This needs the scores of all of
+        them, so it runs after the last layer.
         """
         # sorted by the budget's place, since the cuts of a layer are listed from small to large
         for (_, start), layers in sorted(self._rated.items(), key=lambda item: item[0]):
@@ -352,14 +365,14 @@ class Trial:
                 self._cuts.setdefault((rated.layer, start), []).append(cut)
 
     def _of(self, row: int, place: int) -> list[tuple[int, Cut]]:
-        """Return, for each layer, its number and the cut of one row at the ``place``-th smaller budget."""
+        """Return, for each layer, its number and what one row would keep at its ``place``-th smaller budget."""
         start = max(start for _, start in self._cuts if start <= row)  # of the segment that has the row
         layers = sorted(layer for layer, first in self._cuts if first == start)
         return [(layer, self._cuts[layer, start][place].row(row - start)) for layer in layers]
 
     def _loss(self, row: int, place: int) -> float | None:
-        """Return the share of the prompt's attention mass that a row would lose at the ``place``-th smaller budget;
-        ``None`` if none was measured.
+        """Return the share of the prompt's attention mass that a row would lose at its ``place``-th smaller budget, as
+        the mean over all layers; ``None`` if no mass was measured.
         """
         sums = self._rows.lost_of(row)
         for layer, cut in self._of(row, place):
@@ -368,7 +381,7 @@ class Trial:
 
 
 def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
-    """Return the view with a shared budget divided among the heads, and a mask of the tokens that stay."""
+    """Return the view, with a budget that heads share divided among them, and a mask of the tokens that stay."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
     # the whole budget, without `limit`: `refusal` leaves out the policies that keep a part of it free
@@ -386,8 +399,12 @@ def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -
 def _places(
     held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
 ) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
-    """Return the slot index of each wanted position, and a mask of those that no slot holds. Padding is not missing,
-    and its index means nothing.
+    """Return the slot index of each wanted position, and a mask of the wanted positions that no slot holds; their index
+    means nothing. Padding (negative) counts as held, and its index means nothing either.
+
+    Args:
+        held: the positions in the slots; negative: an empty slot.
+        positions: the wanted ones.
     """
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
     # torch warns of a search in another order of memory, and copies as well
@@ -435,7 +452,7 @@ class Reduced:
         )
 
     def put(self, block: Block) -> None:
-        """Replace the content of a one-row block by these tokens and their state."""
+        """Replace the content of a one-row block by the tokens and the state that were copied out of it."""
         opened, n = block.opened(), self.positions.shape[-1]
         order = torch.arange(n, device=self.positions.device).expand(self.positions.shape)
         opened.store.take(self.tokens, self.positions, order)

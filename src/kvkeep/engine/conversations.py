@@ -67,7 +67,7 @@ def usable_tokens(
     for_later: bool = False,
     to_read: int = 1,
 ) -> int:
-    """Return from how many tokens of a memory a prompt goes on; 0: the prompt is read anew.
+    """Return how many tokens of a memory serve a prompt that goes on from it; 0: the prompt is read anew.
 
     This is the rule of ``auto``: go on while the memory has evicted nothing, or if its policy has chosen what to keep
     for any later question. Another memory that has evicted tokens was cut for the question before, and goes on under
@@ -95,7 +95,7 @@ def usable_tokens(
 
 
 def common_beginning(one: array[int], other: GenericSequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of equal tokens at the beginning of both."""
     most = min(len(one), len(other))
     for start in range(0, most, _PIECE):
         stop = min(start + _PIECE, most)
@@ -122,12 +122,16 @@ class Reader(NamedTuple):
 
     @property
     def asks_later(self) -> bool:
-        """Return whether the policy keeps what a second reading would look up, and not what one question needs."""
+        """Return whether the reader's policy keeps what a second reading of the text would look up, so that its memory
+        serves questions that were not known, and not what one question needs.
+        """
         return self.settled.policy.rereads
 
     @classmethod
     def of(cls, sequence: Sequence) -> Reader:
-        """Return the reader that a request is, as `Conversations` compares it with those of its memories."""
+        """Return who reads: a request's owner and salt, its policy, budget and adapter, and its identity for random
+        numbers (0 if the policy draws none). Only requests with the same reader go on from each other's memories.
+        """
         request, policy = sequence.request, sequence.policy
         settled = Settled(policy, sequence.budget, request.adapter)
         number = request.sequence if policy.stochastic else 0
@@ -148,15 +152,16 @@ class KeptPrompt(NamedTuple):
     fingerprint: Fingerprint
 
     def usable(self, prompt: GenericSequence[int], to_read: int) -> int:
-        """Return how many tokens of another prompt need not be read again, if its last ``to_read`` ones are read.
+        """Return how many first tokens of another prompt need not be read, since this kept prompt has their keys and
+        values; the last ``to_read`` ones are read in any case.
 
-        Return 0 if only some of the tokens are shared, and the keys and values cannot be cut back to those.
+        Return 0 if the other prompt has not all of this one's tokens, and its keys and values cannot be cut back.
         """
         shared = min(common_beginning(self.ids, prompt), len(prompt) - to_read)
         return shared if shared == len(self.ids) or self.kv.whole else 0
 
     def begins(self, longer: KeptPrompt) -> bool:
-        """Return whether another prompt begins with all tokens of this one."""
+        """Return whether ``longer`` begins with all tokens of this kept prompt."""
         return common_beginning(self.ids, longer.ids) == len(self.ids)
 
 
@@ -184,7 +189,12 @@ class KeptConversation:
     _told: tuple[ConversationHistory, tuple[Told, ...]] | None = None
 
     def told(self, starts: frozenset[int]) -> tuple[Told, ...]:
-        """Return the messages in the session's tokens, see `told_apart`. They are told apart once for each turn."""
+        """Return the messages in the session's tokens up to its last finished turn, each with the positions and ids of
+        its tokens that were not dropped. They are told apart once for each turn.
+
+        Args:
+            starts: tokens of which each begins a message.
+        """
         past = self.past
         if self._told is None or self._told[0] is not past:
             self._told = past, told_apart(past.ids, starts, past.dropped)
@@ -192,17 +202,23 @@ class KeptConversation:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is about to replace its memory."""
+        """Return whether nothing is about to replace the session's memory: no turn runs or waits, and no new memory is
+        on its way to the disk.
+        """
         return not self.writing and not self.session.running
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its memory and its prompt."""
+        """Return the bytes of the session's memory, in main memory or a file, and of its prompt as it was before
+        evictions, if that is kept.
+        """
         return self.session.nbytes + (0 if self.prompt is None else self.prompt.kv.nbytes)
 
     @property
     def last_used(self) -> float:
-        """Return when it was used last, also by its name, in seconds since 1970."""
+        """Return when a prompt last went on from the session, or its memory was last replaced, as by a turn under its
+        name; in seconds since 1970.
+        """
         return max(self.used, self.session.memory.replaced)
 
     @property
@@ -269,19 +285,21 @@ class Conversations:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all memories, in main memory or in files."""
+        """Return the bytes of all memories, in main memory or in files, and of the prompts kept beside them."""
         return sum(entry.nbytes for entry in self._entries.values())
 
     def find(self, sequence: Sequence, beyond: int = 0) -> Contents | None:
-        """Return the longest memory with which a prompt begins; ``None`` if there is none, or looking for it fails. It
-        counts as used.
+        """Return the longest memory of an earlier chat with which a request's prompt begins, cut back to the tokens
+        that they share. It counts as used.
 
-        Where that has evicted tokens, and the earlier prompt itself is kept, note this for the sequence's reading and
-        return ``None``: the policy then chooses anew among all tokens.
+        Return ``None`` if there is none, for a request without an owner or with a guard, and if looking for it fails.
+        Return ``None`` as well where the longest one has evicted tokens, and the earlier prompt itself is kept: this
+        becomes the beginning of ``sequence.reading``, and the policy then chooses anew among all tokens.
 
         Args:
-            sequence: the request, which is about to be read.
-            beyond: a memory of so many tokens is there already.
+            sequence: the request, which is about to be read. Its ``reading`` is set where the prompt's keys and values
+                are known or to be kept, and it is marked as ``recalled`` if a memory or a kept prompt serves.
+            beyond: a memory of so many tokens is there already, so only longer ones count.
         """
         # a guarded request chooses its budget at the end of a prompt that was read from its beginning
         if not self.active or not sequence.request.owner or sequence.levels:
@@ -294,7 +312,9 @@ class Conversations:
             return None
 
     def _find(self, sequence: Sequence, beyond: int) -> Contents | None:
-        """Return the longest memory with which a prompt begins, see `find`."""
+        """Return what `find` returns, and set what it sets, for a request that may go on from a memory. Forget expired
+        memories before. Raise whatever fails.
+        """
         self.expire()
         least = max(beyond + 1, LEAST_TOKENS)
         known = self._known(sequence, least)
@@ -314,8 +334,9 @@ class Conversations:
         return contents
 
     def _reading(self, sequence: Sequence, before: PromptKV | None = None) -> PromptReading | None:
-        """Return the reading of a prompt: with its beginning that was read ``before``, and with the bytes that it takes
-        if it is worth keeping, which count as taken from now on. Return ``None`` if there is neither.
+        """Return what is known of a prompt that is about to be read, and kept of it: its beginning that was read
+        ``before``, and the bytes that the prompt will take if it is worth keeping; these count as taken from now on.
+        Return ``None`` if there is neither.
         """
         nbytes = len(sequence.prompt) * self._rows().token_bytes if self._keeps_prompt(sequence) else 0
         if before is None and not nbytes:
@@ -326,13 +347,13 @@ class Conversations:
     def _memory(self, sequence: Sequence, least: int, *, whole: bool = False) -> Contents | None:
         """Return the longest memory with which a prompt begins, cut back to what they share; ``None`` if there is none.
 
-        Mark it as used, and the sequence as recalled. If the client has left messages out, put them into the
-        sequence's prompt again. Forget memories that cannot be read.
+        Mark the memory as used, and the sequence as recalled. If the client has left messages of the memory out, put
+        them into the sequence's prompt again, with the drops by which they leave. Forget memories that cannot be read.
 
         Args:
             sequence: the request, which is about to be read.
             least: the fewest tokens that count.
-            whole: whether a memory that has evicted tokens is none.
+            whole: return ``None`` if the longest memory has evicted tokens.
         """
         while (best := self._best(sequence, least)) is not None:
             entry, tokens, shorter = best
@@ -359,7 +380,9 @@ class Conversations:
         return None
 
     def _keeps_prompt(self, sequence: Sequence) -> bool:
-        """Return whether a prompt is worth keeping as it is before tokens of it are evicted, and may be kept so."""
+        """Return whether a prompt's keys and values are to be kept as they are before evictions: the request's memory
+        may be kept, tokens may have to go, a later prompt could go on from them, and there are bytes left for them.
+        """
         if not self._most_prompt_bytes or not self.wants(sequence) or not _may_resume(sequence):
             return False
         rows, tokens = self._rows(), len(sequence.prompt)
@@ -369,17 +392,21 @@ class Conversations:
         return fits and not rows.alone and self._may_evict(sequence)
 
     def _may_evict(self, sequence: Sequence) -> bool:
-        """Return whether a token may have to go before a request ends."""
+        """Return whether the budget may be too small for a request's prompt and all tokens that it may generate."""
         tokens = len(sequence.prompt) + sequence.request.sampling.max_new_tokens
         return self._rows().may_evict(sequence.policy, sequence.budget, tokens)
 
     def _to_read(self, sequence: Sequence) -> int:
-        """Return how many of a prompt's last tokens are read, whatever a memory has of them."""
+        """Return how many of a prompt's last tokens are read, whatever a memory has of them: 1, or as many as the
+        policy needs to see before it evicts.
+        """
         return (rows_to_read(sequence.policy) or 1) if self._may_evict(sequence) else 1
 
     def _known(self, sequence: Sequence, least: int) -> tuple[KeptConversation, PromptKV] | None:
-        """Return the conversation whose last prompt, kept as it was, shares most tokens with a prompt, and the keys and
-        values of these; ``None`` if all share fewer than ``least``. Drop kept prompts of other weights.
+        """Return the conversation of the same reader whose last prompt, kept as it was, shares most tokens with a
+        request's prompt, and the keys and values of these tokens. Drop kept prompts of other weights.
+
+        Return ``None`` if all share fewer than ``least`` tokens, or the request cannot go on from a kept prompt.
         """
         if not _may_resume(sequence):
             return None
@@ -398,8 +425,8 @@ class Conversations:
 
     def _best(self, sequence: Sequence, least: int) -> tuple[KeptConversation, int, LeftOut | None] | None:
         """Return the conversation from which a prompt has least to read, how many tokens of its memory serve, and what
-        the client has left out of it (``None``: nothing); ``None`` without one. Note why a memory of which messages
-        were left out does not serve.
+        the client has left out of it (``None``: nothing). Return ``None`` if none serves for ``least`` tokens or more.
+        Note why a memory of which messages were left out does not serve.
         """
         best = self._longest(sequence, least)
         most = least - 1 if best is None else best[1]
@@ -418,19 +445,23 @@ class Conversations:
         return None if best is None else (*best, None)
 
     def _note_reason(self, sequence: Sequence, why: str) -> None:
-        """Note why a request does not go on from a memory, for its result and for `reason`."""
+        """Note why a request does not go on from a memory, for its result and for `reason`. Only the reasons of the
+        last `_REASONS` requests are kept.
+        """
         sequence.read_anew = self._reasons[sequence.id] = why
         while len(self._reasons) > _REASONS:
             self._reasons.popitem(last=False)
 
     def reason(self, number: int) -> str:
-        """Return why a request, of the last ones, does not go on from a memory of which its client has left out
-        messages; empty if it does, or there is none.
+        """Return why the request of a number does not go on from a memory of which its client has left out messages.
+        Return an empty text if it does, if there is no such memory, or if too many reasons were noted since.
         """
         return self._reasons.get(number, "")
 
     def _shorter(self, sequence: Sequence, most: int) -> Iterator[tuple[KeptConversation, LeftOut]]:
-        """Yield the conversations of which a prompt leaves out messages, if more than ``most`` tokens are shared."""
+        """Yield the conversations of which a prompt leaves out messages, each with what it leaves out, if more than
+        ``most`` tokens of the prompt are shared. The most recently used one comes first.
+        """
         starts = self._host.admission.words.turn_starts
         # drops of a request count positions of its own prompt, which are others with the messages in it again; and
         # without tokens that begin a message, messages cannot be told apart
@@ -451,7 +482,9 @@ class Conversations:
                 yield entry, found
 
     def _against(self, sequence: Sequence, entry: KeptConversation, found: LeftOut) -> str:
-        """Return why a prompt does not go on from a memory of which it leaves out messages; empty if it does."""
+        """Return why a prompt may not go on from a memory of which it leaves out messages; empty if it may: the mode is
+        ``continue``, pins are the same, and positions and frequencies allow it.
+        """
         if self._mode != "continue":
             return ANOTHER_READING
         gone = (*entry.past.dropped, *found.spans)
@@ -469,7 +502,9 @@ class Conversations:
         return ""
 
     def _missing(self, sequence: Sequence, entry: KeptConversation) -> int | None:
-        """Return how many messages of a conversation a chat leaves out; ``None`` if it is another one, or unknown."""
+        """Return how many messages of a kept conversation the chat of a request leaves out; ``None`` if the chat does
+        not go on from this conversation, has another reader, or its messages are not known.
+        """
         if entry.reader != Reader.of(sequence):
             return None
         return missing_messages(entry.past.messages, sequence.request.noted_messages)
@@ -494,23 +529,24 @@ class Conversations:
         return best
 
     def _turns_alike(self, tokens: int, sequence: Sequence, ids: array[int]) -> bool:
-        """Return whether the first tokens of another text have the keys that they have in a prompt: a model may rotate
-        them by the length of the whole text.
+        """Return whether the first ``tokens`` tokens of the text ``ids`` have the same keys as in a request's prompt: a
+        model may rotate them by the length of the whole text.
         """
         return self._host.admission.rule.refusal(tokens, len(sequence.prompt), of=len(ids)) is None
 
     def wants(self, sequence: Sequence) -> bool:
         """Return whether the memory of a finished request may be kept, so that a copy of it is worth its time.
 
-        It is not for a request without a name to keep it under, nor for a guarded one, which `find` leaves out as well.
+        It may not if no memories are kept at all, if the request has no name to keep it under, or if it has a guard:
+        `find` leaves these out as well.
         """
         return self.active and sequence.request.keep_as is not None and not sequence.levels
 
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Keep the memory of a finished request that it `wants`, if a later prompt may go on from it.
+        """Keep the memory of a finished request for which `wants` is true, if a later prompt may go on from it.
 
-        Return the write that must end first; ``None`` if there is none. A memory that cannot be kept costs no answer:
-        its conversation goes on from an earlier turn.
+        Return the write to the disk for which the request's last event waits; ``None`` if there is none. If keeping
+        the memory fails, only log it: the conversation goes on from an earlier turn.
         """
         try:
             return self._keep(sequence, contents)
@@ -520,7 +556,8 @@ class Conversations:
 
     def _keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
         """Keep the memory of a finished request in a new session, or in that of an earlier turn for which it serves as
-        well. Return the write that must end first; ``None`` if there is none, or the memory is not worth keeping.
+        well. Return the write for which the request's last event waits; ``None`` if there is none, or if the memory is
+        not worth keeping, as when another one covers it.
         """
         past = self._history(sequence, contents)
         reader = Reader.of(sequence)
@@ -541,6 +578,7 @@ class Conversations:
             return None
 
         def finish() -> None:
+            """Give the conversation its prompt, and forget what the new memory and the new prompt take the place of."""
             for mate in mates:
                 if prompt is not None and mate.prompt is not None and mate.prompt.begins(prompt):
                     mate.prompt = None  # the new one serves in its place
@@ -552,7 +590,9 @@ class Conversations:
         return self._kept(target, past, snapshot, finish)
 
     def _prompt_of(self, sequence: Sequence, past: ConversationHistory, fingerprint: Fingerprint) -> KeptPrompt | None:
-        """Return the prompt of a finished chat as it was, if its memory has evicted tokens since."""
+        """Return the prompt of a finished chat as it was before evictions. Return ``None`` if its memory can still be
+        cut back, if its keys and values were not kept as a whole, or if they are too large.
+        """
         if sequence.reading is None or past.shortest is not None:
             return None
         kv = sequence.reading.taken(len(sequence.prompt), len(self._rows().windows))
@@ -561,9 +601,14 @@ class Conversations:
         return KeptPrompt(array("i", sequence.prompt), kv, fingerprint)
 
     def _replaced(self, past: ConversationHistory, mates: GenericSequence[KeptConversation]) -> list[KeptConversation]:
-        """Return the conversations whose next turn a memory is, and for which it serves as well.
+        """Return those of ``mates`` whose next turn a new memory is, and for which it serves as well.
 
-        Of the others, those that differ in their last answer at most are marked: they are the first to go.
+        Of the others, those that differ from it in their last answer at most are marked as ``continued``: they are the
+        first to go.
+
+        Args:
+            past: what the new memory stands for.
+            mates: conversations of the same reader and pins.
         """
         found = []
         for entry in mates:
@@ -583,7 +628,9 @@ class Conversations:
         return found
 
     def _says(self, ids: array[int], beginning: array[int]) -> bool:
-        """Return whether tokens begin with the text of others: an answer's text may become other tokens than it was."""
+        """Return whether the text of ``ids`` begins with that of ``beginning``, white space and special tokens aside:
+        the text of an answer may become other tokens than were drawn.
+        """
         if not beginning:
             return True
         # more tokens than the beginning has: the same text may take more of them
@@ -597,17 +644,20 @@ class Conversations:
         snapshot: Snapshot,
         replace: Callable[[], None],
     ) -> Pending | None:
-        """Give a conversation its new memory. Once it is kept, ``replace`` forgets what it takes the place of.
+        """Give a conversation its new memory. Once this is kept, call ``replace``, which forgets what it takes the
+        place of, and forget conversations beyond the limits.
 
-        Return the write that must end first; ``None`` if the memory is kept already.
+        Return the write for which the request's last event waits; ``None`` if the memory is kept already.
         """
 
         def cancel() -> None:
+            """Leave the conversation as it was, or forget it if the memory would have been its first one."""
             entry.writing = False
             if not entry.past.ids:  # it is a new one
                 self._forget(entry)
 
         def finish() -> None:
+            """Take the written memory over, or log why that failed, and leave the conversation as it was."""
             try:
                 if pending is not None:
                     pending.finish()
@@ -628,7 +678,9 @@ class Conversations:
         return None
 
     def _made(self, sequence: Sequence, reader: Reader) -> KeptConversation | None:
-        """Return a new conversation under the name that a request gives it; ``None`` if the name is taken."""
+        """Add a conversation without a memory under the name that a request gives it, and return it; ``None`` if the
+        name is taken.
+        """
         name = sequence.request.keep_as
         assert name is not None
         if name in self._sessions.names:
@@ -640,25 +692,30 @@ class Conversations:
         return entry
 
     def _added(self, name: str, reader: Reader, state: State, seed: int) -> Session:
-        """Return a new session, of which nothing is kept once it is closed."""
+        """Return a new session of the engine with this name, policy, budget and adapter. Once it is closed, its
+        conversation is forgotten.
+        """
         # weak, since the session is held here: an engine that nobody holds is freed without the collector of cycles
         note, on_close = _note(reader, name), weakref.WeakMethod(self._closed)
 
         def closed(session: Session) -> None:
+            """Forget the session's conversation, if the conversations are still there."""
             if (forget := on_close()) is not None:
                 forget(session)
 
         return self._sessions.add(self._host, name, reader.settled, state, seed=seed, note=note, on_close=closed)
 
     def _closed(self, session: Session) -> None:
-        """Forget the conversation of a session that was closed, and its prompt."""
+        """Forget the conversation of a session that was closed, and its prompt, unless another session has the name."""
         entry = self._entries.get(session.name or "")
         if entry is not None and entry.session is session:
             entry.prompt = None
             del self._entries[session.name or ""]
 
     def _history(self, sequence: Sequence, contents: Contents) -> ConversationHistory:
-        """Return the tokens and messages that the memory of a finished chat stands for."""
+        """Return the tokens and messages that the memory of a finished chat stands for, and to how many tokens it can
+        be cut back.
+        """
         ids = array("i", (*sequence.prompt, *sequence.token_ids))
         n, messages = contents.seen, sequence.request.noted_messages
         said = sequence.tail.text if sequence.tail else ""
@@ -670,7 +727,9 @@ class Conversations:
         return history.held_in(contents)
 
     def _open_saved(self) -> None:
-        """Open the conversations of the engine's folder, the oldest first. Files of another model stay as they are."""
+        """Open the conversations of the engine's session folder, the oldest first, then forget those that are expired
+        or beyond the limits. Files of other sessions, or of another model, stay as they are.
+        """
         for kept, about in self._sessions.described():
             try:
                 if (found := _reader_of(about, kept.name)) is None:
@@ -700,16 +759,18 @@ class Conversations:
             self._entries.move_to_end(name)
 
     def expire(self) -> None:
-        """Forget the conversations that nobody has used for too long, and those that were closed."""
+        """Forget the conversations that nobody has used for longer than the limit, with their files, and those whose
+        sessions were closed. One that is about to get a new memory stays.
+        """
         before = time.time() - self._ttl_s
         for entry in list(self._entries.values()):
             if entry.last_used < before or entry.session.closed:
                 self._forget(entry)
 
     def _trim(self) -> None:
-        """Forget the least recently used conversations beyond the limits, earlier turns of others first.
+        """Forget the least recently used conversations beyond the limits of bytes, earlier turns of others first.
 
-        Of each its prompt goes before its memory.
+        Of each the kept prompt goes before the memory. One that is about to get a new memory stays.
         """
         over = self.nbytes - self._most_bytes
         prompts = sum(entry.prompt.kv.nbytes for entry in self._entries.values() if entry.prompt is not None)
@@ -730,23 +791,27 @@ class Conversations:
 
 
 def _may_resume(sequence: Sequence) -> bool:
-    """Return whether a request could go on from a prompt as it was before evictions."""
+    """Return whether a request could go on from a prompt as it was before evictions: it drops no tokens, and its policy
+    can choose among all tokens once it has seen the last ones.
+    """
     return not sequence.drops and rows_to_read(sequence.policy) is not None
 
 
 def _begins(past: ConversationHistory, longer: ConversationHistory) -> bool:
-    """Return whether one conversation's tokens begin with all of another one's."""
+    """Return whether the tokens of ``longer`` begin with all tokens of ``past``."""
     return len(past.ids) <= len(longer.ids) and longer.ids[: len(past.ids)] == past.ids
 
 
 def _same_pins(one: ConversationHistory, other: ConversationHistory) -> bool:
-    """Return whether two memories pin the same of the tokens that both may have."""
+    """Return whether two memories pin the same among their first tokens, as far as both have them."""
     tokens = min(len(one.ids), len(other.ids))
     return within(one.pins, tokens) == within(other.pins, tokens)
 
 
 def _covers(past: ConversationHistory, beginning: ConversationHistory) -> bool:
-    """Return whether a memory can be cut back to another one's tokens, so that it serves in its place."""
+    """Return whether the memory of ``past`` can be cut back to the tokens of ``beginning``, so that it serves in its
+    place.
+    """
     serves = past.shortest is not None and past.shortest <= len(beginning.ids) and past.drops == beginning.drops
     return serves and _begins(beginning, past)
 
@@ -757,12 +822,15 @@ _NOTE = "conversation"
 
 
 def _note(reader: Reader, name: str) -> dict[str, Any]:
-    """Return what the file of a conversation notes of its reader, and of its own name."""
+    """Return what the file of a conversation notes: owner and salt of its reader, and the name under which it was kept,
+    which tells it from a copy under another name.
+    """
     return {_NOTE: {"owner": reader.owner, "salt": reader.salt, "name": name}}
 
 
 def _reader_of(about: SnapshotAbout, name: str | None) -> tuple[str, str] | None:
-    """Return the owner and the salt that a file notes; ``None`` if it is no conversation's.
+    """Return the owner and the salt that a session's file notes; ``None`` if the session is not one that the engine
+    keeps of a chat under this name.
 
     A copy under another name, such as a fork, is its client's own session, and never expires.
 

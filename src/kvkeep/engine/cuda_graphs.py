@@ -44,8 +44,8 @@ _Run = Callable[[], Tensor]
 
 
 def bucket(rows: int, most: int) -> int:
-    """Return the size of the graph that serves this many rows: the next of 1, 2, 4, 6, 8, 12, 16, 24, …, at most
-    ``most``.
+    """Return the number of rows of the graph that serves this many rows: the least of 1, 2, 4, 6, 8, 12, 16, 24, …
+    that is no less, but at most ``most``, the number of all rows.
     """
     size = 1
     while size < rows:
@@ -83,10 +83,11 @@ class Graphs:
         self._pool: Any = None
 
     def run(self, batch: InputBatch, rows: KVManager) -> Float[Tensor, "n V"] | None:
-        """Run a decode step as a CUDA graph, recorded on first use, and return its logits.
+        """Run a decode step as a CUDA graph, recorded on first use, and return its logits, which the next replay
+        overwrites.
 
-        Return ``None``, with nothing changed, for a prefill, for rows of several policies, or if the step cannot be
-        recorded.
+        Return ``None``, with nothing changed in the rows, for a prefill, a batch that does not begin with the first
+        row, rows of several policies, or if the step cannot be recorded.
         """
         decodes = batch.start == 0 and batch.phase is Phase.DECODE
         size = bucket(len(batch.rows), rows.count)
@@ -158,13 +159,14 @@ class _Step:
     def __init__(self, model: Model, options: dict[str, Any], size: int, cache: object) -> None:
         self._model, self._options, self._cache = model, options, cache
         with torch.inference_mode(False):  # written in inference mode and out of it
+            # token ids, positions, and whether a token is real: one tensor, so that one transfer brings all of them
             self._inputs = torch.zeros((3, size, 1), dtype=torch.long, device=model.device)
             self._real = torch.zeros((size, 1), dtype=torch.bool, device=model.device)
         self._replay: _Run | None = None
 
     def run(self, batch: InputBatch) -> Float[Tensor, "size V"]:
-        """Copy the batch's tokens into the inputs, run or replay the step, and return the logits of all rows, padding
-        included.
+        """Copy the batch's tokens into the step's inputs, replay the step (or run it, if it was not captured), and
+        return the logits of all its rows, padding included.
         """
         padding = [0] * (self._real.shape[0] - len(batch.rows))
         ids = [*(tokens[0] if tokens else 0 for tokens in batch.tokens), *padding]
@@ -176,7 +178,7 @@ class _Step:
         return (self._replay or self.forward)()
 
     def forward(self) -> Float[Tensor, "size V"]:
-        """Run the step unrecorded on the inputs as they are, and return the logits."""
+        """Run the step unrecorded on the inputs that `run` has last written, and return the logits."""
         self._real.copy_(self._inputs[2])  # a mask is boolean; so one transfer from the host brings everything
         out = self._model(
             input_ids=self._inputs[0],
@@ -207,6 +209,7 @@ class _Step:
             logits = self.forward()
 
         def replay() -> Tensor:
+            """Run the recorded step, and return its logits: the same tensor each time, with new numbers."""
             graph.replay()
             return logits
 
@@ -242,6 +245,7 @@ class NoWaiting:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
+        """Let torch compile nothing and show each operation to the two modes that refuse the waiting ones."""
         try:
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack.enter_context(_Operators())
@@ -264,6 +268,11 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call an operator, unless it waits.
+
+        Raises:
+            WaitError: it waits.
+        """
         name = func._schema.name
         if name in _WAITING or _is_masked(name, args) or _is_counted(func, kwargs or {}) or _moves(name, args, kwargs):
             raise WaitError(f"the step waits for the device in {name}, {_where()}")
@@ -279,6 +288,11 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call a function or method of torch, unless it is a method of a tensor that waits.
+
+        Raises:
+            WaitError: it waits.
+        """
         name = getattr(func, "__name__", "")
         if name in _WAITING_METHODS and isinstance(args[0] if args else None, Tensor):
             raise WaitError(f"the step waits for the device in Tensor.{name}, {_where()}")
@@ -286,7 +300,9 @@ class _Methods(TorchFunctionMode):
 
 
 def _where() -> str:
-    """Return the file and line of the caller's operation, skipping frames of torch and of this module."""
+    """Return, as ``file.py:line``, where the innermost frame outside of torch, jaxtyping and this module is: the
+    operation that was refused.
+    """
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
     # jaxtyping's frames are there if its check of shapes is on
     asked = [frame for frame in frames if not {"torch", "jaxtyping"} & set(Path(frame.filename).parts)]
@@ -294,8 +310,8 @@ def _where() -> str:
 
 
 def _is_masked(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator indexes with a boolean mask, so that the shape of its result depends on the mask's
-    values.
+    """Return whether an operator indexes with a mask (boolean, or uint8 as in old code), so that the shape of its
+    result depends on the mask's values.
     """
     if name not in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return False
@@ -310,7 +326,7 @@ def _is_counted(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _moves(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether an operator copies between host and device."""
+    """Return whether an operator copies a tensor to a device of another type, as from host to GPU."""
     if name == "aten::_to_copy":
         device = (kwargs or {}).get("device")
         return device is not None and torch.device(device).type != args[0].device.type

@@ -30,7 +30,9 @@ class TextPieces:
         self._done = 0  # tokens whose text has been handed out
 
     def add(self, token_id: int) -> str:
-        """Return the text that one more token makes final; empty while the token may end within a character."""
+        """Add a token, and return the text that it makes final, which may be that of several tokens; empty while the
+        text so far may end within a character.
+        """
         self._ids.append(token_id)
         piece = self._pending()
         # the bytes of a character may lie in several tokens
@@ -46,7 +48,7 @@ class TextPieces:
         return piece
 
     def _pending(self) -> str:
-        """Return the text of the tokens that have not been handed out."""
+        """Return the text of the tokens whose text has not been handed out yet, as it reads after the tokens before."""
         known = self._decode(self._ids[self._start : self._done])
         return self._decode(self._ids[self._start :])[len(known) :]
 
@@ -77,7 +79,7 @@ class StopText:
 
     @property
     def text(self) -> str:
-        """Return all text that was returned so far."""
+        """Return all text that `add` and `end` have returned so far."""
         return "".join(self._said)
 
     def add(self, token_id: int, *, looks: bool = True) -> tuple[str, bool]:
@@ -86,7 +88,8 @@ class StopText:
 
         Args:
             token_id: the token.
-            looks: whether stop texts are looked for; only the first tokens may go without.
+            looks: whether stop texts are looked for. If not, the text is returned at once, and nothing held back; only
+                the first tokens may go without.
         """
         if not looks:
             piece = self._pieces.add(token_id)
@@ -104,8 +107,9 @@ class StopText:
         return piece if self._stopped else piece + self._release(self._n_held)
 
     def _hand_out(self, piece: str) -> str:
-        """Append a piece to the text held back. Return the beginning of that text, as far as it cannot be part of a
-        stop text.
+        """Append a piece to the text held back, and look for stop texts. Return the beginning of the text held back, as
+        far as it cannot be part of a stop text; once one is found, return what comes before it, or with it if it is
+        kept.
         """
         self._held.append(piece)
         self._n_held += len(piece)
@@ -118,7 +122,7 @@ class StopText:
         return self._release(self._n_held - max(undecided, default=0))
 
     def _release(self, n: int) -> str:
-        """Remove the first ``n`` characters from the text held back, and return them."""
+        """Remove the first ``n`` characters from the text held back, count them as handed out, and return them."""
         parts = []
         self._n_held -= n
         while n > 0:
@@ -151,10 +155,11 @@ class _Search:
         self.since = 0
 
     def read(self, piece: str) -> int:
-        """Read more characters of the stream. Return how many of its last characters could be the beginning of the
-        wanted text.
+        """Read more characters of the stream, up to the end of the wanted text if that is among them. Return how many
+        of the characters read last could be the beginning of the wanted text.
 
-        Set ``found`` and ``since`` if the wanted text ends in them.
+        If the wanted text ends within the piece, set ``found``, and ``since`` to the number of characters from its
+        beginning to the end of the piece.
         """
         for at, character in enumerate(piece, start=1):
             self._matched = _longer(self._wanted, self._shorter, self._matched, character)
@@ -179,7 +184,14 @@ def _shorter_matches(wanted: str) -> list[int]:
 
 
 def _longer(wanted: str, shorter: list[int], matched: int, character: str) -> int:
-    """Return the length of the longest prefix of the text that ends at the next character of the stream."""
+    """Return the length of the longest prefix of the wanted text with which the stream ends after one more character.
+
+    Args:
+        wanted: the text, of which less than all was matched before.
+        shorter: its table, see `_shorter_matches`.
+        matched: the length before the character.
+        character: the next one of the stream.
+    """
     while matched >= 0 and wanted[matched] != character:
         matched = shorter[matched]
     return matched + 1
@@ -228,8 +240,8 @@ class TokenTexts:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def after(self, before: int | None, token: int) -> str:
-        """Return the text that a token adds after the token ``before``. Many tokenizers drop white space at the start
-        of a text, so a token decoded alone may look different.
+        """Return the text that a token adds after the token ``before``; its text alone for ``None``. Many tokenizers
+        drop white space at the start of a text, so a token decoded alone may look different.
         """
         if before is not None:
             first, both = self.decode([before]), self.decode([before, token])
@@ -244,7 +256,9 @@ class TokenTexts:
         return self._special[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for in the middle of a text."""
+        """Return the bytes that a token stands for in the middle of a text, special tokens included. They are kept for
+        the next call.
+        """
         if token not in self._bytes:
             self._bytes[token] = self._read(token)
         return self._bytes[token]
@@ -284,8 +298,8 @@ class TokenSpans:
         self._length = 0
 
     def add(self, token_id: int) -> list[TextToken]:
-        """Add a token. Return the tokens whose characters are complete now: often that token alone, sometimes none,
-        sometimes several.
+        """Add a token. Return the tokens whose characters are complete now, each with its part of the text: often that
+        token alone, sometimes none, sometimes several.
         """
         self._group.append(token_id)
         piece = self._pieces.add(token_id)
@@ -315,8 +329,8 @@ class TokenSpans:
         return found
 
     def _parts(self, tokens: Sequence[int], piece: str) -> Sequence[bytes]:
-        """Return the bytes of a piece that each token stands for. If the piece cannot be divided, the last token gets
-        all of it.
+        """Return the bytes of a piece of text that each token stands for. If the piece cannot be divided, the last
+        token gets all of it, and the others nothing.
         """
         whole = piece.encode("utf-8", "surrogatepass")
         if len(tokens) == 1 and _REPLACEMENT not in piece:

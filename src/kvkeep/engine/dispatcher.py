@@ -71,6 +71,7 @@ class FairLock:
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
+        """Give the lock up if this is the outermost context, and let the next thread in line have it."""
         self._depth -= 1
         if not self._depth:
             self._owner = None
@@ -127,6 +128,7 @@ class Uninterrupted:
         self._held = False
 
     def __enter__(self) -> None:
+        """Hold Ctrl-C back from now on; do nothing in other threads than the main one, or if nothing handles Ctrl-C."""
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
             if callable(before):  # neither ignored nor left to the system
@@ -134,6 +136,7 @@ class Uninterrupted:
                 signal.signal(signal.SIGINT, self._hold)
 
     def __exit__(self, *error: object) -> None:
+        """Restore the handler of Ctrl-C, and call it if a Ctrl-C was held back."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
         if self._held:
@@ -175,6 +178,7 @@ class Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Recover from the error, if there is one. Return whether it ends here: an interrupt goes on."""
         if error is None or isinstance(error, GeneratorExit):  # a generator that is closed has not failed
             return False
         self._recover(error, self._touched())
@@ -211,7 +215,7 @@ class Box(abc.ABC):
     def opened(self, event: Event | BaseException) -> Event:
         """Return an event that was taken out of the box; raise it instead if it is a failure.
 
-        A last event, or a failure, closes its requests.
+        After the last event of a request this is no longer among the requests in ``open``; after a failure none is.
         """
         if isinstance(event, BaseException):
             self.open.clear()
@@ -232,7 +236,7 @@ class ThreadBox(Box):
 
     @property
     def empty(self) -> bool:
-        """Return whether no event has arrived yet."""
+        """Return whether no event lies in the box."""
         return self._events.empty()
 
     def put(self, event: Event | BaseException) -> None:
@@ -292,8 +296,8 @@ class Dispatcher:
             self._thread = thread  # after `start`, which may fail; the new thread waits for the caller's lock
 
     def deliver(self, event: Event) -> bool:
-        """Put an event into the box of its request, and after the last one forget the box; return ``False`` if nobody
-        listens to it.
+        """Put an event into the box of its request, and return whether somebody listens to it: else it is not put
+        anywhere. After its last event the request has no box.
 
         The caller holds the lock.
         """
@@ -303,13 +307,16 @@ class Dispatcher:
         return box is not None
 
     def refuse(self, number: int, error: Exception) -> None:
-        """End a request with an error, which its listener will raise. The caller holds the lock."""
+        """Send an error to the listener of a request, which will raise it, and nothing after it. Do nothing if nobody
+        listens. The caller holds the lock.
+        """
         box = self._boxes.pop(number, None)
         if box is not None:
             self._put(box, error)
 
     def wake(self) -> None:
-        """Wake the listeners of all events since the last call, and note those that have left.
+        """Wake the listeners of all events since the last call. Those that turn out to have left, since their loops
+        were closed, are noted for `sweep`.
 
         The caller holds the lock.
         """
@@ -327,9 +334,13 @@ class Dispatcher:
             self.wake()
 
     def events(self, box: ThreadBox, step: Callable[[], object]) -> Iterator[Event]:
-        """Yield the events of a box that have arrived, waiting for the first one.
+        """Yield the events that lie in a box, and return once it is empty. If it is empty at first, wait for an event.
 
-        Step the engine in this thread while no other thread does.
+        While waiting, step the engine in this thread, unless another thread steps it. Return at once if the box has no
+        open request.
+
+        Raises:
+            BaseException: the failure of a step.
         """
         while box.empty and box.open and self._thread is None:
             step()
@@ -347,7 +358,8 @@ class Dispatcher:
         step: Callable[[], object],
         end: Callable[[int], object],
     ) -> Iterator[Event]:
-        """Add requests while there is room, and yield their events until all of them have ended.
+        """Add requests while there is room, and yield their events until all of them have ended. Closing the iterator
+        cancels those that have not.
 
         Args:
             source: the requests.
@@ -366,7 +378,8 @@ class Dispatcher:
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
-            # with the turn, it was collected in the middle of a step, which sweeps at its end
+            # with the turn, it was collected in the middle of a step, which sweeps at its end; and nobody in a forked
+            # process can take a lost turn
             if not (self.turn.mine or self.turn.lost):
                 with Uninterrupted(), self.turn:
                     self.sweep(end)
@@ -590,7 +603,9 @@ class AsyncEvents(AsyncIterator[Event]):
         return found
 
     async def _queued(self, sink: Sink | None = None) -> LoopBox:
-        """Queue the request in another thread, since that may wait for a step, and return the box of its events."""
+        """Queue the request in another thread, since that may wait for a step, set ``number``, and return the box of
+        the request's events.
+        """
         self._box = box = LoopBox(asyncio.get_running_loop(), sink)
         self.number = await asyncio.to_thread(self._enter, box)
         return box

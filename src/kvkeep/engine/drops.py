@@ -30,7 +30,8 @@ Drops = tuple[Drop, ...]
 
 
 def drops_of(given: object) -> Drops:
-    """Return drops in their order, after checking them: one for each place, with the positions that no earlier one has.
+    """Return checked drops in the order of their places. Those at one place become one drop, each position belongs to
+    the first drop that has it, and a drop without any position is left out.
 
     Raises:
         InputError: they are no pairs of a number and spans, or a span ends beyond the tokens read until then.
@@ -51,7 +52,7 @@ def drops_of(given: object) -> Drops:
 
 
 def _first_owners(several: Sequence[Spans]) -> list[list[Span]]:
-    """Divide the positions of several spans among them: each goes to the first one that has it."""
+    """Return, for each of several groups of spans, the spans of those of its positions that no earlier group has."""
     starts = sorted((start, owner, stop) for owner, own in enumerate(several) for start, stop in own)
     bounds = sorted({bound for own in several for span in own for bound in span})
     # between two bounds nothing changes; of the spans that are open there, the heap has the first owner's on top
@@ -140,7 +141,8 @@ class Told(NamedTuple):
 
 
 def told_apart(ids: Sequence[int], starts: Collection[int], gone: Spans = ()) -> tuple[Told, ...]:
-    """Divide the tokens of a conversation into messages.
+    """Divide the tokens of a conversation into messages. Return them in order, each with the positions and ids of its
+    tokens that were not dropped. A message of which all tokens were dropped is not among them.
 
     Args:
         ids: the tokens.
@@ -159,7 +161,9 @@ def told_apart(ids: Sequence[int], starts: Collection[int], gone: Spans = ()) ->
 
 
 def left_out(before: Sequence[Told], prompt: Sequence[Told]) -> LeftOut | None:
-    """Return which messages of a memory a prompt leaves out, if it has all others in their order; else ``None``.
+    """Return the positions of the messages of a memory that a prompt leaves out, how many tokens of the memory serve
+    the prompt, and how many of the prompt's tokens these are. Return ``None`` if the prompt has not all other messages
+    of the memory, in their order.
 
     The first message and the last answer are never left out. Of the answer the beginning is enough, since a template
     may write it in other tokens than it was drawn.
@@ -186,8 +190,12 @@ def left_out(before: Sequence[Told], prompt: Sequence[Told]) -> LeftOut | None:
 
 
 def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how many messages of a conversation are missing in one that goes on from its last one, and has the others
-    in order; ``None`` if it does not.
+    """Return how many messages of a conversation are missing in a longer one, which goes on behind the last of them and
+    has the others in order; ``None`` if it does not. Messages are compared by role and content.
+
+    Args:
+        before: the messages of the conversation.
+        messages: those of the longer one.
     """
     known, said = ([(message["role"], message["content"]) for message in part] for part in (before, messages))
     # the two at the end are the conversation's last message and one that goes on from it
@@ -197,7 +205,9 @@ def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Map
 
 
 def _in_order(before: Sequence[object], others: Sequence[object]) -> int:
-    """Return how many of the others, from the first one, are found before in their order."""
+    """Return how many of ``others``, counted from the first one, are found in ``before`` in this order, with or without
+    more between them.
+    """
     there = 0
     for known in before:
         if there == len(others):
@@ -207,8 +217,8 @@ def _in_order(before: Sequence[object], others: Sequence[object]) -> int:
 
 
 def _missing(before: Sequence[object], others: Sequence[object]) -> list[int]:
-    """Return the indexes of what others, all of them found before in this order, do not have. Of equal ones the last
-    is taken.
+    """Return the indexes in ``before``, the last one first, of what ``others`` lack, all of which are found there in
+    this order. Of equal ones in ``before``, the last counts as the one that is there.
     """
     left, missing = list(others), list[int]()
     for index in reversed(range(len(before))):
@@ -220,6 +230,6 @@ def _missing(before: Sequence[object], others: Sequence[object]) -> list[int]:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of equal tokens at the beginning of both."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))

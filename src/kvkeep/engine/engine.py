@@ -257,7 +257,9 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Return whether fewer requests wait than can soon run, so that more may be added."""
+        """Return whether fewer requests wait than there are rows and ``host_rows``, so that more may be added, and not
+        too many wait for the reading of an equal prompt.
+        """
         # there may be no rows after a failed change of them, which the next request makes again
         return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
@@ -447,14 +449,17 @@ class Engine:
 
     @property
     def session_names(self) -> list[str]:
-        """Return the names of all sessions that are open, or on the disk in ``session_dir``."""
+        """Return the sorted names of all sessions that are open, or on the disk in ``session_dir``. Conversations that
+        nobody has used for ``conversation_ttl`` are forgotten before.
+        """
         with self._dispatcher.turn:
             self._conversations.expire()
             return self._sessions.names
 
     def read_anew(self, number: int) -> str:
-        """Return why a request does not go on from a memory of which its client has left out messages; empty if it
-        does, or there is none. Only the last requests are known. The call does not wait for a step.
+        """Return why the request of a number does not go on from a memory of which its client has left out messages;
+        empty if it does, or there is no such memory. Only the last requests are known. The call does not wait for a
+        step.
         """
         return self._conversations.reason(number)
 
@@ -466,7 +471,9 @@ class Engine:
         budget: int | None = None,
         share: float = SYSTEM_SHARE,
     ) -> bool:
-        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them.
+        """Return whether pins take at most a share of a budget, and the policy evicts and can hold them under it.
+
+        A policy or a budget that is ``None`` is the engine's.
 
         Raises:
             KVKeepError: there is no such policy, or the budget is out of range.
@@ -526,11 +533,12 @@ class Engine:
     def _drain(
         self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: SamplingParams | None
     ) -> Iterator[Event]:
-        """Add requests as rows become free, and yield their events. Store the index of each request in the input in
-        ``places``, under its number.
+        """Add requests as rows become free, and yield their events until all have ended. Store the index of each
+        request in the input in ``places``, under its number.
         """
 
         def add(item: tuple[int, Asked], box: Box) -> None:
+            """Queue a request, and store its index."""
             places[self._add(item[1], sampling, box)] = item[0]
 
         source = iter(enumerate(listed(requests)))
@@ -540,6 +548,9 @@ class Engine:
         """Check a request, and queue it for a row or behind a request that reads the same prompt. Return its number.
 
         Nothing is queued if the listener has left meanwhile.
+
+        Raises:
+            KVKeepError: see `add`.
         """
         request = request_of(asked, sampling)
         if request.structured_outputs is not None:
@@ -578,7 +589,7 @@ class Engine:
         self._scheduler.waiting.append(sequence)
 
     def _refuse(self, sequence: Sequence, error: Exception) -> None:
-        """Remove a request that cannot run after all, and raise the reason in its listener."""
+        """Remove a session's turn that cannot run after all, and raise the reason in its listener."""
         self._sequences.pop(sequence.id, None)
         self._dispatcher.refuse(sequence.id, error)
 
@@ -687,7 +698,8 @@ class Engine:
         return Guard(self._recover, partial(list, (sequence,)))
 
     def _sample(self, run: ModelRun, logits: Tensor) -> None:
-        """Sample the next token of every row that has reached the end of its prompt.
+        """Count the run's tokens as read, evict what is dropped from prompts, and store common beginnings of prompts.
+        Then sample and report the next token of every row that has reached the end of its prompt.
 
         Requests that waited for an equal prompt draw their first tokens from the same logits, and come first.
 
@@ -773,11 +785,12 @@ class Engine:
             self._parked.add(sequence, event, pending)
 
     def _end(self, sequence: Sequence) -> Pending | None:
-        """Free the row of a finished sequence, after a session has saved its memory. If that fails, the request ends
-        with an error.
+        """Free the row of a finished sequence, after measuring it, and giving its memory to whoever keeps it: the
+        session of a turn, the conversations, and the result if it asks for the tokens in memory. If this fails, the
+        request ends with an error.
 
         Returns:
-            The write that the result must wait for; ``None`` if there is none.
+            The write to the disk that the result must wait for; ``None`` if there is none.
         """
         pending = None
         remember = self._conversations.keep if self._conversations.wants(sequence) else None
@@ -796,7 +809,7 @@ class Engine:
         return pending
 
     def _measure(self, sequence: Sequence, row: int) -> None:
-        """Copy the memory usage of a row, and the attention mass of its evicted tokens, into its request."""
+        """Copy a row's memory usage, and the share of attention that its evicted tokens carried, into a request."""
         sequence.memory_usage, sequence.lost = self._kv.memory_of(row), lost_mass.mean(self._kv.lost_of(row))
 
     def _conclude(self, sequence: Sequence, event: Event) -> None:
@@ -816,7 +829,9 @@ class Engine:
             self._scheduler.waiting.appendleft(heir)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Free the row or queue entry of a request, and remove the request from the engine."""
+        """Free the row or queue entry of a request, remove the request from the engine, and tell the session whose turn
+        it was.
+        """
         self._free(sequence)  # does nothing if the request has ended in a row, which was freed then
         if self._sequences.pop(sequence.id, None) is not None and sequence.left:
             sequence.left(sequence)
@@ -827,7 +842,7 @@ class Engine:
         self._scheduler = Scheduler(rows.count, alone=rows.alone, waiting=waiting, **self._pacing)
 
     def _give_back(self) -> None:
-        """Free all memory: rows, recorded steps, prefixes, host copies and grammars."""
+        """Free all memory but that of sessions: rows, recorded steps, prefixes, host copies and grammars."""
         self._runner.forget()
         self._prefix_cache.clear()
         if self._swapper is not None:
@@ -836,9 +851,10 @@ class Engine:
         self._admission.grammars.close()
 
     def _recover(self, error: BaseException, touched: GenericSequence[Sequence]) -> None:
-        """End the requests that a failed step touched: free their rows, and report their last events with the error.
+        """End the requests that a failure has touched: free their rows, and report their last events with the error.
 
-        Raise the error again if the model is split over processes and the error is not one of kvkeep.
+        Raise the error again, with nothing changed, if the model is split over processes and the error is not one of
+        kvkeep.
         """
         if self._agreement is not None and not isinstance(error, KVKeepError):
             raise error  # the other processes may not have failed, and would wait for ever

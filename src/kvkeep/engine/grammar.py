@@ -55,7 +55,7 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Return whether the answer is complete, so that no further token can follow."""
+        """Return whether the tokens taken so far are a complete answer, so that no further token can follow."""
         return bool(self._matcher.is_stopped())
 
     def fill(self, words: Int[Tensor, " words"]) -> None:
@@ -80,7 +80,7 @@ class Constraint:
             words.copy_(before)
 
     def take(self, token: int) -> None:
-        """Advance the grammar by a generated token.
+        """Advance the place in the grammar by a generated token.
 
         Raises:
             KVKeepError: the grammar does not allow the token.
@@ -315,8 +315,8 @@ class Grammars:
         return grammar
 
     def _by_ids(self, asked: Structure) -> str:
-        """Return the text of a form for llguidance. In a Lark grammar the names of special tokens are replaced by their
-        ids.
+        """Return the text of a form for llguidance. In a grammar (GBNF or Lark) the names of special tokens outside of
+        quotes and comments are replaced by their ids, as ``<[5]>``.
         """
         ids = {name: token for token, name in special_texts(self._tokenizer)}
         if asked.kind not in _WITH_RULES or not ids:
@@ -330,7 +330,8 @@ class Grammars:
         )
 
     def _ask(self, asked: dict[str, str]) -> dict[str, Any] | None:
-        """Return the answer of the process that tries grammars, started if it does not run.
+        """Return the answer of the process that tries grammars: the grammar or an error. The process is started if it
+        does not run, and anew after `_MOST_TRIED` questions.
 
         Return ``None`` if the answer took too long or the process ended.
 

@@ -37,8 +37,12 @@ def compiled(kind: str, text: str) -> str:
 
 
 def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
-    """Answer one line of input: the first sets up the tokenizer, and each later one is a form whose grammar, or error,
-    is returned.
+    """Answer one line of input, which is JSON. The first line sets up the tokenizer and is answered with ``{}``. Each
+    later one is a form, answered with its ``grammar`` or with an ``error``.
+
+    Args:
+        line: the line.
+        memory_bytes: the memory that the process may take from then on, set once the tokenizer is there.
     """
     try:
         asked = json.loads(line)

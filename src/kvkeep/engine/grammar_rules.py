@@ -60,7 +60,8 @@ class _UnknownSyntaxError(Exception):
 
 
 def endless_rule(grammar: str) -> str | None:
-    """Return a rule that an answer may enter and that has no text that ends; ``None`` if there is none.
+    """Return the name of a rule that an answer may enter and that has no text that ends. Return ``None`` if there is
+    none, or the grammar is not understood here.
 
     Args:
         grammar: a grammar in llguidance's variant of Lark.
@@ -79,14 +80,14 @@ def endless_rule(grammar: str) -> str | None:
 
 
 def _endless_part(alternatives: list[list[_Part]], endless: set[str]) -> str | None:
-    """Return the rule of the first needed part that does not end either; ``None`` if there is none, as for a schema,
-    which stands as a rule without alternatives.
+    """Return the rule of the first needed part that is one of the ``endless`` rules; ``None`` if there is none, as for
+    a schema, which stands as a rule without alternatives.
     """
     return next((part.rule for parts in alternatives for part in parts if part.needed and part.rule in endless), None)
 
 
 def _with_ends(rules: _Rules) -> set[str]:
-    """Return the rules that have a text that ends."""
+    """Return the names of the rules that have a text that ends."""
     # for each alternative the number of its needed parts without a known end: linear in the size of the grammar
     owners, left, ready = list[str](), list[int](), list[str]()
     users = defaultdict[str, list[int]](list)
@@ -112,7 +113,7 @@ def _with_ends(rules: _Rules) -> set[str]:
 
 
 def _entered(rules: _Rules) -> set[str]:
-    """Return the rules that an answer may enter."""
+    """Return the names of the rules that an answer may enter, from the rule ``start`` on."""
     found, rest = set[str](), [_START]
     while rest:
         name = rest.pop()
@@ -123,7 +124,7 @@ def _entered(rules: _Rules) -> set[str]:
 
 
 def _rules_of(grammar: str) -> _Rules:
-    """Return the rules of a grammar and of the groups within them.
+    """Return the rules of a grammar, but for terminals (in capitals), and those of the groups within them.
 
     Raises:
         _UnknownSyntaxError: the grammar is written in a way that is not known here.
@@ -184,7 +185,9 @@ def _read(rule: str, body: list[tuple[str, str]], rules: _Rules) -> None:
 
 
 def _joined(tokens: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield tokens without the ends of lines after which the same rule goes on, with an alternative."""
+    """Yield a grammar's tokens without the ends of lines after which the same rule goes on with an alternative. Several
+    other ends of lines become one.
+    """
     lines = 0
     for token in tokens:
         if token[0] == "line":

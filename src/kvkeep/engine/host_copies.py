@@ -53,10 +53,10 @@ class CopyQueue(Protocol):
     device: torch.device
 
     def empty(self, nbytes: int) -> Bytes:
-        """Return new memory on the device."""
+        """Return ``nbytes`` of new memory on the device, whose content is not set."""
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Return new main memory that the device can read and write by itself."""
+        """Return ``nbytes`` of new main memory that the device can read and write by itself; its content is not set."""
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
         """Start copying the first tensor of each pair into the second, after the device's work so far, and return an
@@ -129,7 +129,7 @@ _PAGE = 4096
 """Bytes of the smallest block of pinned memory."""
 
 _BLOCKS = 5
-"""A sequence takes fewer than 2 to this power blocks, so less than a sixteenth of its bytes is lost at the end."""
+"""A sequence takes at most 2 to this power blocks, so less than a sixteenth of its bytes is lost at the end."""
 
 _log = logging.getLogger(__name__)
 
@@ -170,12 +170,14 @@ class _Layout:
         self._like = contents.each(self._note)
 
     def over(self, flat: Bytes) -> Contents:
-        """Return a row's contents whose tensors are views of a flat buffer of bytes."""
+        """Return the memory of a row whose tensors are views of a flat buffer, which has its bytes in this layout."""
         views = iter(self._views)
         return self._like.each(lambda _: next(views).over(flat))
 
     def _note(self, x: Tensor) -> Tensor:
-        """Record where a tensor lies in its storage, and return a tensor of its shape without memory."""
+        """Record where a tensor lies in its storage, and the storage itself unless it is known. Return a tensor of its
+        shape without memory.
+        """
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._starts:
             self._starts[storage.data_ptr()] = self.nbytes
@@ -219,8 +221,8 @@ class Pinned:
 
     @inference
     def load(self) -> Contents:
-        """Return the memory as tensors. They are on the device if it was staged there; otherwise wait for the copy into
-        main memory.
+        """Return the sequence's memory as tensors: on the device if a copy was staged there, and otherwise a copy in
+        main memory, once the memory has arrived in the pinned blocks.
         """
         if self.staged is not None:
             try:
@@ -233,7 +235,7 @@ class Pinned:
         return self._layout.over(torch.cat(list(self._blocks)))
 
     def stage(self) -> CopyEvent:
-        """Start copying the memory to the device, set ``staged``, and return the event of the copy's end."""
+        """Start copying the sequence's memory to the device, set ``staged``, and return the event of the copy's end."""
         flat = self._queue.empty(self._layout.nbytes)
         parts = zip(self._blocks, flat.split(len(self._blocks[0])), strict=True)
         pairs = [(block[: len(part)], part) for block, part in parts]
@@ -289,9 +291,10 @@ class Staging:
 
     @inference
     def take(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | Contents:
-        """Copy the memory of a row into main memory, beside the steps if there is room.
+        """Copy the memory of a row into main memory. If there is room on the device, the copy takes place beside the
+        steps, and is returned as pinned memory; else wait for it, and return the contents.
 
-        The row may be overwritten at once.
+        In both cases the row may be overwritten at once.
 
         Args:
             rows: the rows.
@@ -324,13 +327,14 @@ class Staging:
 
     @inference
     def prefetch(self, pinned: Pinned | None) -> bool:
-        """Start copying the next sequence to the device, and drop the copy of another one that is there.
+        """Start copying the sequence whose turn comes next to the device, unless it is there, there is no room, or
+        another copy is on its way. Drop the copy of another sequence that is there.
 
         Args:
             pinned: the sequence's memory; ``None``: no sequence in pinned memory waits.
 
         Returns:
-            Whether a copy was started, or its start failed.
+            Whether it was tried: a copy was started, or its start failed, after which it is not tried again.
         """
         self.settle()
         if (other := self._staged()) is not None and other is not pinned:
@@ -397,14 +401,14 @@ def staging_for(device: torch.device) -> Staging | None:
 
 
 def bound(row_bytes: int) -> int:
-    """Return the most bytes that the copy of a row can take. The copy holds its positions twice."""
+    """Return the most bytes that the copy of a row of ``row_bytes`` can take on the device: it has positions twice."""
     # an eighth more covers the second copy of the positions, and alignment
     return row_bytes * 9 // 8 + _PAGE
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the size of the pinned blocks for ``nbytes``: a power of two, since torch's allocator rounds up to one
-    anyway.
+    """Return the bytes of each of the pinned blocks, at most 32, that hold ``nbytes`` together: a power of two,
+    since torch's allocator rounds up to one anyway, and at least a page.
     """
     return max(_PAGE, 1 << max(0, nbytes.bit_length() - _BLOCKS))
 

@@ -53,11 +53,11 @@ class Stack:
         return isinstance(self.block.store, PooledStore)
 
     def of(self, row: int) -> slice:
-        """Return the slice of the block's rows that holds one batch row in all layers."""
+        """Return the slice of the block's rows that holds one row of the engine in all layers of the stack."""
         return slice(row, None, self.count)
 
     def parts(self) -> Iterator[tuple[int, Block]]:
-        """Yield the number and the block of each layer. The blocks share the stack's memory."""
+        """Yield each layer's number and its part of the block, with all rows. The parts share the block's memory."""
         for place, layer in enumerate(self.layers):
             rows = place * self.count, (place + 1) * self.count
             yield layer, self.block.layer(place) if isinstance(self.block, JointBlock) else self.block.part(*rows)
@@ -67,8 +67,8 @@ class Stack:
         return replace(self, block=self.block.under(policy.slots, policy.summaries))
 
     def lost(self, row: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield each layer's number, and a copy of the sums of attention mass that one row has lost there by
-        eviction.
+        """Yield each layer's number, and a copy of one row's sums of attention mass there, ``(heads, 4)``: lost and
+        all, in prompts and in decoding.
         """
         # four sums for each head; a joint block has the heads of all layers in one row
         return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
@@ -139,7 +139,7 @@ class Blocks:
         self._transform_keys(slice(None))
 
     def _transform_keys(self, rows: slice) -> None:
-        """Set what is done to the keys of empty rows before they are coded."""
+        """Set, in all layers, what is done to the keys of empty rows before they are stored in few bits."""
         for block, transform in zip(self._blocks, self._transforms, strict=False):  # there may be none at all
             block.transform_keys(transform, rows)
 
@@ -162,7 +162,14 @@ class Blocks:
     def _block(
         self, count: int, layers: Sequence[int], budgets: Sequence[Number], *, device: str | None = None
     ) -> Block:
-        """Allocate empty slots for ``count`` rows of a stack's layers, on their own device by default."""
+        """Allocate one block of empty slots for ``count`` rows of a stack's layers, by default on the layers' device.
+
+        Args:
+            count: rows of each layer.
+            layers: the numbers of the layers, which are alike.
+            budgets: the budget of every layer of the model.
+            device: another device, such as ``meta``.
+        """
         policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
         rows = count if policy.shares_layers else count * len(layers)
         # shapes, dtype and device are all that is asked of them, so nothing is allocated here
@@ -182,7 +189,7 @@ class Blocks:
         return block
 
     def lacks(self, policy: Policy) -> int:
-        """Return how many bytes all rows would grow by if a sequence ran under this policy, whose state they lack."""
+        """Return how many bytes all rows together would grow by to hold the state of this policy; 0 if they have it."""
         return sum(lacks(stack.block, policy.slots, policy.summaries) for stack in self._stacks)
 
     def begin(self, row: int, policy: Policy, sequence: int) -> None:
@@ -203,7 +210,7 @@ class Blocks:
             stack.block.clear_row(stack.of(row))
 
     def skip(self, row: int, tokens: int) -> None:
-        """Count tokens as seen by an empty row that holds none of them."""
+        """Let an empty row count its first ``tokens`` tokens as seen, although it holds none of them."""
         for stack in self._stacks if tokens else ():
             stack.block.seen[stack.of(row)] = tokens
 
@@ -238,9 +245,12 @@ class Blocks:
                     block.store.divide(block.budget[rows] + 1, rows)
 
     def take(self, row: int, policy: Policy, device: torch.device | None) -> tuple[RowCopy, ...]:
-        """Return a copy of a row for each layer, with the state of its sequence's policy.
+        """Return copies of a row on a device, one for each layer in order, with the state of its sequence's policy.
 
-        ``None``: the row's own device.
+        Args:
+            row: the row's index.
+            policy: its sequence's.
+            device: where the copies are to be; ``None``: on the row's own device.
         """
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
@@ -291,9 +301,8 @@ class Blocks:
         return sum((self._row(stack, row).memory() for stack in self._stacks), MemoryUsage())
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Return copies of a row's sums of lost attention mass, one per layer, with the heads of all processes.
-
-        See `kvkeep.kv.lost_mass`.
+        """Return copies of a row's sums of attention mass, one ``(heads, 4)`` per layer, with the heads of all
+        processes: lost by eviction and all, in prompts and in decoding.
         """
         found: dict[int, Tensor] = {}
         for stack in self._stacks:
@@ -328,7 +337,7 @@ class RecurrentState:
 
     def take(self, device: torch.device | None) -> dict[int, StateCopy]:
         """Return copies of the states, by layer number, on ``device`` (default: their own device)."""
-        return take_states(0, self.states, device)
+        return take_states(0, self.states, device)  # of the one row: a model with states runs one at a time
 
     def put(self, contents: Contents, like: Block | None) -> None:
         """Overwrite the states with those of contents, which must fit.
@@ -337,10 +346,10 @@ class RecurrentState:
             contents: the memory of the sequence.
             like: the block of the first layer with slots, if there is one.
         """
-        put_states(contents, like, 0, self.states, rows=1)
+        put_states(contents, like, 0, self.states, rows=1)  # see `take`
 
     def memory(self) -> MemoryUsage:
-        """Return the memory usage of the states, which count as full bytes as well: no cache could drop them."""
+        """Return the bytes of the states, also as those that a full cache would take: no cache could drop them."""
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
         return MemoryUsage(allocated_bytes=held, full_bytes=held)
 
@@ -356,7 +365,9 @@ def keeps_states(model: Model) -> bool:
 
 
 def probed(model: Model) -> BoundedCache:
-    """Run the model on one token and return the cache, whose tensors show the shapes of every layer."""
+    """Run the model on one token with a new cache that keeps everything, and return the cache, whose tensors show the
+    shapes of every layer.
+    """
     cache = BoundedCache(model.config, "full", 1)  # the one token fits, so that the policy never has to choose
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), **handed(model, cache))

@@ -57,7 +57,8 @@ class Segment(NamedTuple):
 
 
 def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
-    """Split a range of rows into segments, runs of rows with equal owners.
+    """Split a range of rows into segments: neighbouring rows with equal owners, which are their policy and what of them
+    is protected.
 
     A row without an owner joins the rows before it; if all rows are without one, the range is one segment under the
     default policy.
@@ -94,7 +95,7 @@ class Segments:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Run `kvkeep.Layer.step` for each segment on its own rows."""
+        """Run `kvkeep.Layer.step` for each segment on its own rows, and return the outputs of all rows in order."""
         done = []
         for rows, part in self._parts:
             mine = None if real is None else real[rows]
@@ -194,7 +195,9 @@ class KVManager:
         return tuple(self._windows.values())
 
     def takes(self, policy: Policy) -> bool:
-        """Return whether a sequence under this policy may have a row beside the rows of other policies."""
+        """Return whether a sequence under this policy may have one of the present rows, beside rows of other policies:
+        it needs no more slots than they have, and its state fits into the memory limit.
+        """
         if policy == self.policy:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
@@ -306,7 +309,9 @@ class KVManager:
         self.end(source)
 
     def sole(self, start: int, stop: int) -> Owner | None:
-        """Return the owner of a range of rows; ``None`` if rows have different owners."""
+        """Return the owner (policy and protected tokens) that all rows of a range have; ``None`` if they differ. Rows
+        without an owner do not count, and if none has one, it is that of the default policy.
+        """
         found = segments(self._owners, start, stop, self.policy)
         return found[0].owner if len(found) == 1 else None
 
@@ -320,8 +325,8 @@ class KVManager:
         watch: Watch | None = None,
         readings: Sequence[PromptReading | None] = (),
     ) -> PhasedCache:
-        """Return a cache over a range of rows, to be passed to the model. It is reused while the rows' tensors stay the
-        same.
+        """Return a cache over a range of rows, to be passed to the model. The same one is returned while the rows'
+        tensors and owners stay the same, but for new prompts and for rows with readings.
 
         Args:
             start: the first row.
@@ -387,7 +392,7 @@ class KVManager:
         return sum((*(block.memory() for block in self._blocks), *beside), MemoryUsage())
 
     def blocks_of(self, row: int) -> list[Block]:
-        """Return one row of all layers, as blocks that share the rows' memory."""
+        """Return, for each layer with slots, a block of one row that shares the memory of that row."""
         return [block.part(row, row + 1) for block in self._blocks]
 
     def memory_of(self, row: int) -> MemoryUsage:
@@ -395,14 +400,15 @@ class KVManager:
         return self._blocks.memory_of(row) + (self._own[row] or RecurrentState({})).memory()
 
     def may_evict(self, policy: Policy, budget: int, tokens: int) -> bool:
-        """Return whether a row may have to evict something of so many tokens, sliding windows aside."""
+        """Return whether a row under a policy and a budget may have to evict some of ``tokens`` tokens, but for those
+        that leave a sliding window anyway.
+        """
         pairs = zip(self.numbers(policy, budget), self.windows, strict=True)
         return any(smallest(number) < min(tokens, window or tokens) for number, window in pairs)
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Return copies of one row's sums of lost attention mass, one per layer, with the heads of all processes.
-
-        See `kvkeep.kv.lost_mass`.
+        """Return copies of one row's sums of attention mass, one ``(heads, 4)`` per layer, with the heads of all
+        processes: lost by eviction and all, in prompts and in decoding.
         """
         return self._blocks.lost_of(row)
 
@@ -452,7 +458,16 @@ class KVManager:
         before: Layer | None,
         shared: SharedBudget | None,
     ) -> Layer:
-        """Return one layer over the rows of a segment, under its owner's policy. ``watch`` may replace the policy."""
+        """Return one layer over the rows of a segment, under its owner's policy. ``watch`` may replace the policy.
+
+        Args:
+            index: the layer's place among those with slots.
+            segment: the rows.
+            columns: see `_cache_of`.
+            watch: see `part`.
+            before: the layer before this one over the same rows; ``None`` for the first one.
+            shared: the budget that the layer shares with others, if it does.
+        """
         policy = segment.owner.policy
         block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
         if not segment.owner.pinned:
@@ -476,7 +491,9 @@ class KVManager:
         return self._layers[policy]
 
     def _new_own(self, policy: Policy) -> RecurrentState | None:
-        """Return new recurrent states for a sequence; ``None`` for a model without them."""
+        """Return new, empty states for one sequence, of the layers that keep a state; ``None`` for a model without such
+        layers.
+        """
         return RecurrentState(states_of(self._cache(policy, self._budget))) if self._has_states else None
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:

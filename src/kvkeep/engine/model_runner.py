@@ -74,13 +74,15 @@ class Joined:
             mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
             with reading(part.lengths):  # the whole run has the lengths of all batches
                 out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
-            done.append(out.transpose(0, 1).flatten(1, 2)[None])
+            done.append(out.transpose(0, 1).flatten(1, 2)[None])  # (n, Hq, T, E) → (1, Hq, n·T, E)
             start = stop
         return torch.cat(done, dim=2)
 
 
 def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D"]:
-    """Split one row that holds the tokens of ``rows`` equally long sequences into that many rows."""
+    """Return a view of one row, which holds the tokens of ``rows`` equally long sequences one after the other, as that
+    many rows.
+    """
     _, H, N, D = tensor.shape
     return tensor.view(H, rows, N // rows, D).transpose(0, 1)
 
@@ -91,6 +93,7 @@ def joined(parts: Sequence[RunPart]) -> PhasedCache:
     for same in zip(*(part.cache.layers for part in parts), strict=True):
         layers.append(HandingLayer(Joined(parts, [layer.stepper for layer in same]), same[0].window))
     cache = PhasedCache(layers=layers)
+    # `Joined.step` runs each batch in its own phase, so this one is of no account
     cache.phase, cache.latent = parts[0].cache.phase, parts[0].cache.latent
     return cache
 
@@ -137,9 +140,8 @@ class ModelRunner:
         self._named, self._adapters = adapters_of(model), ""
 
     def check_adapters(self) -> bool:
-        """Return whether nobody but the engine has switched the model's adapters since the last call.
-
-        If anybody else has switched them, the present ones count from now on.
+        """Return whether nobody but the engine has switched, scaled or turned off the model's adapters since the last
+        call. If somebody has, the present state of the adapters is what later calls compare with.
         """
         if self._named is not None:
             return self._named.check()
@@ -210,7 +212,14 @@ class ModelRunner:
         return logits[0, ends]
 
     def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
-        """Run the model on these tokens and rows, and return its logits."""
+        """Run the model on the tokens of one batch, or of several joined ones, and return its logits: after all tokens,
+        or after those that ``options`` ask for.
+
+        Args:
+            given: the tokens.
+            cache: the rows that they belong to, whose slots are written.
+            options: further arguments of the model's forward.
+        """
         with reading(given.lengths if self._rule else None):
             out: Tensor = self._model(
                 input_ids=given.ids,
@@ -263,7 +272,7 @@ class _Input(NamedTuple):
 
 
 def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:
-    """Return the KV cache over the rows of a batch. If a trial is given, it watches every layer."""
+    """Return the KV cache over the rows of a batch. If a trial of smaller budgets is given, it watches every layer."""
     watch = None if trial is None else trial.watch
     readings = (
         [None if sequence is None else sequence.reading for sequence in batch.rows]
@@ -274,7 +283,7 @@ def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCach
 
 
 def _last_tokens(parts: Sequence[RunPart], device: torch.device) -> Int[Tensor, " n"]:
-    """Return the index of every row's last token among the tokens of all parts."""
+    """Return the index of every row's last token among the tokens of all parts, which lie one after the other."""
     found: list[int] = []
     start = 0
     for part in parts:

@@ -49,7 +49,8 @@ _COPIED_BYTES = 2**28
 
 
 def places(ids: Sequence[int], number: int | None = None) -> list[int]:
-    """Return where the passages of a text begin: in each of equal parts of it, where the told tokens are rarest.
+    """Return at which tokens the passages of a text begin, in ascending order: one in each of equal parts of the text,
+    where the tokens that are to be told (the last `TOLD` of a passage) are rarest.
 
     A token counts the less the more often it occurs in the text, so names and numbers are told rather than phrases.
     A text of fewer tokens than two passages has none.
@@ -65,6 +66,7 @@ def places(ids: Sequence[int], number: int | None = None) -> list[int]:
     sums = [0.0]
     for token in ids:
         sums.append(sums[-1] + 1 / rarity[token])
+    # the last place is that of a passage which ends with the text
     parts = [(len(ids) - length + 1) * i // number for i in range(number + 1)]
     return [
         max(range(start, stop), key=lambda place: sums[place + length] - sums[place + CUE])
@@ -109,7 +111,8 @@ class Passages:
         return len(self._ids)
 
     def measure(self, snapshot: Snapshot, policy: Policy) -> Fidelity:
-        """Return the fidelity of a memory of the text, which stays as it is.
+        """Return how much of the text a memory can still tell: the share, from 0 to 1, of what the model gains from
+        having just read a passage, with its standard error. The snapshot stays as it is.
 
         Args:
             snapshot: the memory.
@@ -134,9 +137,12 @@ class Passages:
 
     @torch.inference_mode()
     def _told(self, pieces: Sequence[Int[Tensor, "*_"]], cache: BoundedCache | None = None) -> Float[Tensor, " n"]:
-        """Return the mean log-probability of the last `TOLD` tokens in each row of joined pieces.
+        """Return the mean log-probability of the last `TOLD` tokens in each row of joined pieces, as float64 in main
+        memory.
 
-        Pieces without rows stand in every row.
+        Args:
+            pieces: token ids, which are read one after the other. Pieces without rows stand in every row.
+            cache: what was read before, a row for each row of pieces; ``None``: nothing.
         """
         n = max(len(piece) for piece in pieces if piece.ndim == 2)
         ids = torch.cat([piece if piece.ndim == 2 else piece.expand(n, -1) for piece in pieces], dim=1)
@@ -158,8 +164,9 @@ def smallest(reaches: Callable[[int], bool], least: int, most: int, *, factor: f
     """Return the smallest budget that reaches a fidelity, up to a factor, if more tokens never tell less.
 
     Args:
-        reaches: whether a budget does. `most` does, and is not asked about.
-        least, most: the range of budgets.
+        reaches: returns whether a budget reaches it.
+        least: the smallest budget that is tried.
+        most: a budget that reaches the fidelity, about which ``reaches`` is not asked.
         factor: how much larger than the smallest one the answer may be.
     """
     fails = least - 1

@@ -72,16 +72,18 @@ class PrefixCache:
         return len(self._found)
 
     def find(self, sequence: Sequence) -> Contents | None:
-        """Return the memory of the longest stored prefix of a prompt, shorter than the prompt; ``None`` if no prefix is
-        stored.
+        """Return the longest memory with which a request's prompt begins: that of a common beginning, which ends at a
+        border of chunks before the prompt's last token, or that of an earlier chat, if it is longer. It counts as used.
 
-        The memory counts as used. An earlier chat's is taken if it is longer than those of common beginnings.
+        Return ``None`` if there is none of either kind.
         """
         border = self._border(sequence)
         return self._recall(sequence, 0 if border is None else border.seen) or border
 
     def _border(self, sequence: Sequence) -> Contents | None:
-        """Return the longest memory at a border of chunks with which a prompt begins; ``None`` if there is none."""
+        """Return the longest stored memory with which a prompt begins, and which leaves a token of it to read; ``None``
+        if there is none. It counts as used.
+        """
         if not self._found:
             return None
         # at least one token must be left to read, since the first answer token needs its logits
@@ -93,10 +95,11 @@ class PrefixCache:
         return self._found[key]
 
     def keep(self, sequence: Sequence, rows: KVManager) -> None:
-        """Store a copy of a row whose sequence has just read whole chunks of its prompt, and evict the least recently
-        used copies beyond the limit.
+        """Store a copy of a row whose sequence has just read whole chunks of its prompt, and drop the least recently
+        used copies beyond the limit. If there is an equal copy, only mark that as used.
 
-        Store nothing for a request that continues a memory, has generated tokens, or is larger than the limit.
+        Store nothing for a request that continues a memory, has generated tokens, stands within a chunk, or is larger
+        than the limit.
         """
         if (
             not self._most_bytes
@@ -135,14 +138,18 @@ class PrefixCache:
 
 
 def _taken(sequence: Sequence, rows: KVManager) -> Contents:
-    """Return a copy of a row without pins of tokens that are still to be read: other prompts may differ there."""
+    """Return a copy of a row in main memory, without pins of tokens that are still to be read: other prompts may differ
+    there.
+    """
     contents = rows.take(cast(int, sequence.row))
     pins = contents.layers[0].pins if contents.layers else ()
     return contents.pinned(spans.within(pins, sequence.fed)) if spans.end(pins) > sequence.fed else contents
 
 
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
-    """Yield a hash of the first chunk, a hash of the first two chunks, and so on."""
+    """Yield a hash of the first chunk of tokens, a hash of the first two chunks, and so on, without a last chunk that
+    is not full.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for end in range(chunk, len(tokens) + 1, chunk):
         # eight bytes for each id, so that no two lists of ids have the same bytes
@@ -154,8 +161,10 @@ def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
 
 
 def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
-    """Put a request into its row: with its swapped-out memory, the memory that it continues, a stored prefix, or
-    nothing. Tokens that are due to be dropped are left out; those that need not be read count as read.
+    """Put a request into its row, for the first time or again: with its swapped-out memory, the memory that it
+    continues, a stored beginning of its prompt, or nothing. Tokens that are due to be dropped are left out.
+
+    The request's status and, the first time, the number of its tokens that count as read are set.
     """
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
@@ -180,10 +189,8 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
 
 
 def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | None:
-    """Return the memory with which a request first enters a row: the one that it continues, or a stored prefix of its
-    prompt.
-
-    ``None`` if there is none, or if log-probabilities of the prompt are asked for.
+    """Return the memory with which a request first enters a row: the one that it continues, or else a stored beginning
+    of its prompt, unless log-probabilities of the prompt are asked for. Return ``None`` if there is none.
     """
     if sequence.load and (contents := sequence.load()) is not None:
         return contents

@@ -56,11 +56,11 @@ class ConversationHistory:
 
     @property
     def dropped(self) -> Spans:
-        """Return the positions of all tokens that have left the memory on request."""
+        """Return the spans of positions of all tokens that have left the history's memory because a client said so."""
         return dropped(self.drops)
 
     def held_in(self, contents: Contents) -> ConversationHistory:
-        """Return the same history, with the pins and budgets found in these contents."""
+        """Return a copy of the history with the pins and the layers' budgets that ``contents``, its memory, has."""
         layers = contents.layers
         return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
@@ -80,7 +80,7 @@ class ConversationHistory:
 
     @classmethod
     def described(cls, about: SnapshotAbout) -> ConversationHistory:
-        """Return the history of a snapshot's file, from its description.
+        """Return the history of a snapshot that lies in a file, from what the beginning of the file says of it.
 
         Raises:
             SnapshotError: see `of`.
@@ -91,7 +91,8 @@ class ConversationHistory:
 
     @classmethod
     def _noted(cls, tokens: torch.Tensor, note: Mapping[str, Any]) -> ConversationHistory:
-        """Return the history of these tokens, with the messages that a session has noted.
+        """Return the history of these tokens, with all that a session has noted beside them: messages, tokens that are
+        not read yet, drops and so on, but without pins and budgets.
 
         Raises:
             SnapshotError: the note was not written by a session.
@@ -188,7 +189,9 @@ class PromptEncoder:
         return frozenset() if self._tokenizer is None else frozenset(control_tokens(self._tokenizer)) - self.turn_ends
 
     def is_chat(self, request: Request) -> bool:
-        """Return whether a request's prompt is a conversation in the form of the chat template."""
+        """Return whether a request's prompt is, or becomes, a conversation in the form of the chat template; ``False``
+        if the tokenizer has none.
+        """
         if getattr(self._tokenizer, "chat_template", None) is None:
             return False
         return request.chat or request.messages is not None or (isinstance(request.prompt, str) and not request.raw)
@@ -275,9 +278,12 @@ class PromptEncoder:
         return tuple(base + found[place] if place in found else -1 for place in places)
 
     def messages_of(self, request: Request, past: ConversationHistory | None = None) -> tuple[Mapping[str, str], ...]:
-        """Return the messages of a request; an empty tuple for token ids, or for a text without the chat template.
+        """Return the messages that a request adds to a conversation, a text as the user's message; an empty tuple for
+        token ids, or for a text without the chat template.
 
-        The first question about a remembered text is one message together with the end of that text.
+        Args:
+            request: the request.
+            past: what it continues. The first question about a remembered text is one message with that text.
         """
         if past is not None and past.opening is not None and (request.messages or isinstance(request.prompt, str)):
             question, more = question_of(request, past.opening)

@@ -52,7 +52,7 @@ def conversation(messages: object) -> tuple[dict[str, Any], ...]:
 
 
 def _has_texts(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has a role and a content."""
+    """Return whether a message has a role and a content that are texts."""
     return all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
@@ -68,7 +68,9 @@ def _for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_object(call: object) -> object:
-    """Return a call of a tool whose arguments are an object, if they were the text of one."""
+    """Return a copy of a call of a tool in which the arguments are an object, if they were the JSON text of one. Return
+    any other call as it is.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     given = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(given, str):
@@ -235,7 +237,7 @@ Structured: TypeAlias = "Mapping[str, Any] | Structure"
 def structure_of(given: object) -> Structure | None:
     """Return the form of an answer that a mapping in the manner of vLLM's ``structured_outputs`` asks for.
 
-    A `Structure` is returned as it is.
+    A `Structure` and ``None`` are returned as they are.
 
     Args:
         given: a mapping with one of ``json`` (a schema, also as text), ``json_object`` (true), ``regex``, ``choice`` (a
@@ -514,11 +516,12 @@ class Request:
         return {name: value for name, value in found.items() if value is not None}
 
     def _take_text(self) -> None:
-        """Check the prompt or the messages. Token ids become a tuple of Python integers.
+        """Check the prompt or the messages, and what goes with each. Token ids become a tuple of Python integers, and
+        messages and tools tuples of new dictionaries.
 
         Raises:
-            InputError: there is neither a prompt nor messages, or both; or the one given is empty or of another
-                form.
+            InputError: there is neither a prompt nor messages, or both; the one given is empty or of another form; or
+                a field is set that is for the other.
         """
         for name in ("raw", "chat", "add_generation_prompt", "continue_final_message"):
             if not isinstance(flag := getattr(self, name), bool):
@@ -574,7 +577,13 @@ class HeldTokens:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], contents: Contents) -> HeldTokens:
-        """Return the tokens that a memory holds, given those that its text has, which may be more than it has seen."""
+        """Return which tokens a memory holds: the ids of all that it has seen, the positions that lie in its slots, as
+        copies in main memory, and its pins.
+
+        Args:
+            token_ids: those of its text, which may have more than the memory has seen.
+            contents: the memory.
+        """
         layers = contents.layers
         positions = tuple(layer.positions.cpu() for layer in layers)
         return cls(token_ids[: contents.seen], positions, layers[0].pins if layers else ())
@@ -661,7 +670,7 @@ class Event:
 
 
 def last_result(events: Iterable[Event]) -> Result:
-    """Return the result with which the events of a request end."""
+    """Take all events of a request, and return the result that the last one has."""
     *_, last = events
     assert last.result is not None
     return last.result

@@ -131,6 +131,7 @@ def without(
 
     The form of an answer goes first: where it allows nothing else, banned tokens are allowed.
     """
+    # ids that the model does not have ban nothing, so they are left out below
     V, now = logits.shape[-1], list[tuple[int, int]]()
     for i, sequence in enumerate(generations):
         tokens = {word[-1] for word in banned.words if _ends_with(sequence, word[:-1])}
@@ -276,12 +277,13 @@ def is_scored(run: ModelRun) -> bool:
 
 
 def _is_scored(sequence: Sequence) -> bool:
-    """Return whether the log-probabilities of a prompt are to be noted while it is read for the first time."""
+    """Return whether a request asks for log-probabilities of its prompt, and reads the prompt for the first time."""
     return sequence.scored and sequence.status is SequenceStatus.PREFILL and not sequence.read_again
 
 
 def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
-    """Append the log-probabilities of the prompt tokens that follow the tokens of a run.
+    """Append, to each request of a run that asks for them, the log-probabilities of the prompt tokens that follow the
+    tokens of the run.
 
     Call it before `ModelRun.commit`.
 
@@ -300,12 +302,18 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
 
 
 def _size(batch: InputBatch, width: int) -> int:
-    """Return the number of a batch's tokens, padding included."""
+    """Return the number of a batch's tokens, padding to ``width`` tokens in each row included."""
     return len(batch.rows) * width
 
 
 def _scores(sequence: Sequence, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
-    """Yield the log-probability of each prompt token that follows one of the tokens just fed, in order."""
+    """Yield the log-probability of each prompt token that follows one of the tokens just fed, in order, with those of
+    the likeliest ones. After the prompt's last token none follows.
+
+    Args:
+        sequence: the request, whose count of fed tokens does not have these yet.
+        logits: after each token just fed.
+    """
     follow = sequence.prompt[sequence.fed + 1 : sequence.fed + 1 + len(logits)]
     for at in range(0, len(follow), _AT_ONCE):
         part = follow[at : at + _AT_ONCE]

@@ -176,7 +176,7 @@ class SamplingParams:
             raise InputError("`top_p`, `top_k` and `min_p` have no effect without a `temperature` above 0.")
 
     def _take_numbers(self) -> None:
-        """Replace every number by Python's own type, after checking that it is one."""
+        """Replace numbers by those of Python's own types, and the logit bias by pairs, after checking their types."""
         for name, take, may_miss in _NUMBERS:
             value = getattr(self, name)
             if value is not None or not may_miss:

@@ -57,8 +57,8 @@ class InputBatch:
 
     @property
     def chooses_budgets(self) -> bool:
-        """Return whether every row begins its prompt and a request chooses its budget at the prompt's end, see
-        `kvkeep.engine.budget_guard`.
+        """Return whether every row begins its prompt, and at least one request has a guard, which chooses its budget at
+        the prompt's end; see `kvkeep.engine.budget_guard`.
         """
         return self.fresh and any(sequence.levels for sequence in self.requests)
 
@@ -249,8 +249,9 @@ class Scheduler:
         """Choose a swap: the running sequence whose time slice is longest, and the waiting one that gets its row.
         Return ``None`` if there is no such pair.
 
-        Nothing moves before `exchange`, but the longest waiting request counts as passed over if it does not come.
-        Prompts are read to their ends before their rows are given up.
+        Nothing moves before `exchange`, but the longest waiting request counts as passed over if these rows cannot hold
+        it; after it was passed over too often, there is no pair. Prompts are read to their ends before their rows are
+        given up.
 
         Args:
             takes: returns whether the present rows can hold a sequence under a policy.
@@ -285,7 +286,9 @@ class Scheduler:
         )
 
     def exchange(self, swap: Swap) -> None:
-        """Give the row of the leaving sequence to the coming one, and put the leaving one at the end of the queue."""
+        """Give the row of the leaving sequence to the coming one, and put the leaving one at the end of the queue.
+        Their memories are the caller's to move.
+        """
         row, leaving, coming = swap
         self.waiting.remove(coming)
         self.waiting.append(leaving)
@@ -318,7 +321,7 @@ class Scheduler:
         return self.waiting[0].policy
 
     def waiting_for(self, policy: Policy) -> list[Sequence]:
-        """Return the requests that wait for rows under a policy."""
+        """Return the requests in the queue whose policy is this one."""
         return [sequence for sequence in self.waiting if sequence.policy is policy or sequence.policy == policy]
 
     def beginning(self) -> list[Sequence]:
@@ -361,8 +364,8 @@ class Scheduler:
         self._rows[gap.source], self._rows[gap.target], gap.sequence.row = None, gap.sequence, gap.target
 
     def plan(self) -> list[ModelRun]:
-        """Return the model runs of this step: prompt chunks, if it is their turn, and one token for every decoding
-        row.
+        """Return the model runs of this step: prompt chunks, if it is their turn, and one token for every decoding row,
+        unless these wait until all prompts are read (``prompts_first``).
         """
         waits = self._prompts_first and any(sequence.status is SequenceStatus.PREFILL for sequence in self.running)
         steps = [] if waits else self._decode()
@@ -404,7 +407,11 @@ class Scheduler:
         ]
 
     def _most_tokens(self, *, waited_for: bool) -> int:
-        """Return the most prompt tokens that several prompts share in a run; 0 if every run has one row."""
+        """Return the most prompt tokens that several prompts share in a run; 0 if every run has one row.
+
+        Args:
+            waited_for: whether running rows wait for the end of the run.
+        """
         if self._alone:
             return 0
         if self._chunk is None:
@@ -413,8 +420,8 @@ class Scheduler:
         return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
 
     def _feed(self, most: int) -> list[InputBatch]:
-        """Return batches with the next chunk of the oldest prompt, and with chunks of later prompts as far as ``most``
-        tokens allow.
+        """Return batches with the next chunk of the oldest prompt, however long it is, and with chunks of later prompts
+        of the same adapter, as far as they fit into ``most`` tokens together.
         """
         chosen: list[PromptChunk] = []
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
@@ -473,7 +480,7 @@ def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
 
 
 def _batch(pieces: GenericSequence[PromptChunk]) -> InputBatch:
-    """Return a batch of chunks of neighbouring rows."""
+    """Return a batch of prompt chunks of neighbouring rows, in the order of the rows."""
     requests = [piece.owner for piece in pieces]
     tokens, fed = [piece.tokens for piece in pieces], [sequence.fed for sequence in requests]
     return InputBatch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=requests[0].begins)
@@ -508,7 +515,7 @@ class DuplicatePrompts:
         return len(self) >= MOST
 
     def joins(self, sequence: Sequence) -> bool:
-        """Register a request. Return whether it waits for another request that is reading an equal prompt.
+        """Register a request. Return whether it waits for another request that is to read an equal prompt.
 
         Otherwise the request reads its prompt, and later equal ones may wait for it. Short prompts, and those with
         log-probabilities, never wait.
@@ -521,7 +528,9 @@ class DuplicatePrompts:
         return reader is not sequence
 
     def of(self, reader: Sequence) -> list[Sequence]:
-        """Return the requests that wait for the prompt that ``reader`` has read, and let no more join them."""
+        """Return a list of the requests that wait for the prompt that ``reader`` has read, and let no more join them.
+        They stay registered until `leave`.
+        """
         if self._readers.get(key := _key(reader)) is reader:
             del self._readers[key]
         return list(self._waiting.get(reader.id, ()))

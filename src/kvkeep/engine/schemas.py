@@ -103,7 +103,7 @@ class _References:
         return any(all(map(self.may_end, _held(part, kind))) for kind in kinds)
 
     def _is_endless(self, part: Any) -> bool:
-        """Return whether a part is a reference to a schema without finite values."""
+        """Return whether a part, a mapping, is a reference to a schema of which no finite value is known."""
         name = part.get("$ref")
         return isinstance(name, str) and name in self.endless
 

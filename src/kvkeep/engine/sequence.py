@@ -203,7 +203,7 @@ class Sequence:
         self.mark("added")
 
     def mark(self, event: str) -> None:
-        """Record the present time under an event's name."""
+        """Record the present time of a monotonic clock, in seconds, under an event's name."""
         self.times[event] = time.perf_counter()
 
     @property
@@ -214,33 +214,37 @@ class Sequence:
 
     @property
     def to_read(self) -> GenericSequence[int]:
-        """Return the tokens to prefill: the prompt, and after `begin_again` the tokens generated until then."""
+        """Return the tokens to prefill: the prompt, and after `begin_again` also the tokens generated until then."""
         return (*self.prompt, *self.token_ids[: self.read_again]) if self.read_again else self.prompt
 
     def begin_again(self) -> None:
-        """Restart the sequence in an empty row: all of its tokens are to be read again as a prompt."""
+        """Note that all of the sequence's tokens are to be read again as a prompt, in its row, which the caller
+        empties.
+        """
         # the guard has chosen a budget when the prompt was read first
         self.fed, self.read_again, self.levels, self.reading = 0, len(self.token_ids), (), None
         self.status = SequenceStatus.PREFILL
 
     @property
     def begins(self) -> bool:
-        """Return whether the model has read none of its tokens since it got its row, which holds none either."""
+        """Return whether the sequence's row holds no token yet: none was read since it got the row, and no memory was
+        put there. A beginning of the prompt that comes with its first run, see `PromptReading`, does not count.
+        """
         return self.fed == (0 if self.reading is None else self.reading.known)
 
     @property
     def readable(self) -> int:
-        """Return how many tokens may be read before some of them leave the memory."""
+        """Return up to how many tokens from the beginning may be read at once: to the next drop, or else all."""
         return next((drop.after for drop in self.drops if drop.after > self.fed), len(self.to_read))
 
     @property
     def gone(self) -> Spans:
-        """Return the positions of tokens that have left the memory with the last one that was read."""
+        """Return the spans of the tokens that are dropped from the memory right after the last token that was read."""
         return dropped(drop for drop in self.drops if drop.after == self.fed)
 
     def recall(self, prompt: GenericSequence[int], drops: Drops) -> None:
-        """Replace the prompt by one that has the messages again which the client has left out, and the drops by those
-        with which they leave the memory. What the prompt has grown by is counted as skipped.
+        """Replace the prompt by one that has the messages again which the client has left out, and the drops by
+        ``drops``, with which they leave the memory. What the prompt has grown by is counted as skipped.
         """
         self.skipped += len(prompt) - len(self.prompt)
         self.request, self.drops, self.borders = self.request.replaced(prompt=tuple(prompt)), drops, None
@@ -272,7 +276,9 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     def start(self) -> None:
-        """Change the status because the sequence has got a row, for the first time or again."""
+        """Note that the sequence has got a row, for the first time or again: it decodes if it has new tokens, and reads
+        its prompt otherwise. A new time slice begins.
+        """
         if self.status is SequenceStatus.WAITING:
             self.mark("started")
         self.resumed = len(self.token_ids)
@@ -287,7 +293,7 @@ class Sequence:
                 self.reading.read()
 
     def begin_prefilled(self, contents: Contents, budget: int) -> None:
-        """Start the sequence with the memory of its prompt, which another request has read.
+        """Start the sequence with the memory of its prompt, which another request has read. It still waits for a row.
 
         Args:
             contents: the memory of the prompt.
@@ -298,7 +304,7 @@ class Sequence:
         self.load, self.cached, self.budget = lambda: contents, contents.seen, budget
 
     def swap_out(self, hosted: Hosted) -> None:
-        """Store the sequence's memory, which waits in main memory for a row."""
+        """Let the sequence wait for a row, with its memory in main memory."""
         self.hosted, self.status = hosted, SequenceStatus.SWAPPED
 
     @property
@@ -343,7 +349,9 @@ class Sequence:
         self.mark("last")
 
     def rest(self) -> str:
-        """Return the text held back so far, after a failed step; empty if there is none, or decoding fails."""
+        """Return the text held back until now (for stop texts or half characters), after a failed step; empty if there
+        is none, or decoding fails.
+        """
         with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
             return self.tail.end() if self.tail else ""
         return ""

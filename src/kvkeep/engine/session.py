@@ -148,7 +148,8 @@ class SessionMemory:
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
         """Take over a row's contents after a turn that has ended well, with the conversation so far.
 
-        Return the write that must end first; ``None`` if the session has the memory already.
+        Return the write for which the turn's last event waits, and after which the session has the memory; ``None`` if
+        it has it already.
 
         Raises:
             SnapshotError: see `SessionStore.settle`.
@@ -168,7 +169,8 @@ class SessionMemory:
     def go_on(self, past: ConversationHistory, snapshot: Snapshot, *, written: bool = False) -> Pending | None:
         """Replace the session's memory and history. Without room for the new memory, the session stays as it was.
 
-        Return the write that must end first; ``None`` if the replacement is done.
+        Return the write that must end before the replacement is done, by the write's ``finish``; ``None`` if it is
+        done.
 
         Args:
             past: what the new memory stands for.
@@ -183,6 +185,7 @@ class SessionMemory:
         own = self._store.write(kept) if written and self._name is not None else None
 
         def finish() -> None:
+            """Free memory for the new one once writes have ended, and let the session go on from it."""
             self._store.settle(move)
             if own is not None:
                 self._store.wrote(own)
@@ -195,7 +198,9 @@ class SessionMemory:
         return None
 
     def fork(self) -> State:
-        """Return the state for a fork. A memory whose file later turns would overwrite is copied."""
+        """Return the session's state for a fork. The memory of a session with a name is copied, since later turns will
+        overwrite its file; another memory is shared, as nobody changes it.
+        """
         kept = self.state.kept
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
             kept = self._store.keep_now(self._store.load(kept))
@@ -278,7 +283,7 @@ class Session:
 
     @property
     def memory(self) -> SessionMemory:
-        """Return the memory between turns. Whoever uses it has the engine's turn."""
+        """Return the object that has the session's memory between turns. Whoever uses it has the engine's turn."""
         return self._memory
 
     @property
@@ -383,7 +388,9 @@ class Session:
 
     @property
     def pins(self) -> Spans:
-        """Return the spans of positions that no head may evict, after the last finished turn."""
+        """Return the spans of positions that no head may evict: those of the memory after the last finished turn, and
+        those given for the next one.
+        """
         return pin_spans((*self._state.past.pins, *self._state.pins))
 
     def pin(self, pins: GenericSequence[Span]) -> None:
@@ -498,7 +505,7 @@ class Session:
             self._give_up()
 
     def discard(self) -> None:
-        """Give up an idle session and its file at once. Whoever calls it has the engine's turn."""
+        """Close an idle session and delete its file; nothing is written. Whoever calls it has the engine's turn."""
         if self.name is not None:
             self._store.remove(self.name)
         self._give_up()
@@ -524,6 +531,7 @@ class Session:
         """Return an iterator over a turn's events. The turn is queued when the first event is asked for."""
 
         def add(turn: Asked, box: Box) -> int:
+            """Start or queue the turn, and return its number."""
             return self._enqueue(turn, sampling, box, reads=reads)
 
         step, end = self._host.step, self._host.cancel
@@ -622,29 +630,29 @@ class TurnStates:
         return len(self._states)
 
     def __iter__(self) -> Iterator[Snapshot | None]:
-        """Yield the states, the oldest first."""
+        """Yield the memories, the oldest first."""
         return iter(self._states)
 
     def __getitem__(self, index: int) -> Snapshot | None:
-        """Return a state, the oldest first."""
+        """Return the memory at an index, counted from the oldest one."""
         return self._states[index]
 
     def copied(self) -> TurnStates:
-        """Return the same states for a fork, which shares the memories: nobody changes them."""
+        """Return a new list of the same memories for a fork, which shares them: nobody changes a memory."""
         return TurnStates(*self._states)
 
     @property
     def turns(self) -> int:
-        """Return how many turns can be taken back."""
+        """Return how many turns can be taken back: one fewer than there are memories."""
         return max(0, len(self._states) - 1)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all states."""
+        """Return the bytes of all memories that can be gone back to, the present one included."""
         return sum(state.nbytes for state in self._states if state is not None)
 
     def add(self, state: Snapshot | None) -> None:
-        """Append the memory after a turn. Beyond the limit, the oldest one is dropped."""
+        """Append the memory after a turn. Beyond `MOST_TURNS_BACK` and the present one, the oldest one is dropped."""
         self._states.append(state)
 
     def add_oldest(self, state: Snapshot) -> None:
@@ -657,7 +665,7 @@ class TurnStates:
         self._states.popleft()
 
     def take_back(self, turns: int) -> None:
-        """Drop the memories after the last ``turns`` turns."""
+        """Drop the newest ``turns`` memories, so that the last one is that from before these turns."""
         for _ in range(turns):
             self._states.pop()
 
@@ -746,7 +754,7 @@ class Sessions:
         note: Mapping[str, Any],
         on_close: Callable[[Session], None],
     ) -> Session:
-        """Return a new session with a name that is free.
+        """Register and return a new session under a name that the caller knows to be free.
 
         Args:
             host: what it needs of the engine.
@@ -759,6 +767,7 @@ class Sessions:
         """
 
         def leave(session: Session) -> None:
+            """Free the name of the session, which was closed, and tell the caller."""
             self.leave(session)
             on_close(session)
 
@@ -767,7 +776,9 @@ class Sessions:
         return session
 
     def described(self) -> Iterator[tuple[StoredSnapshot, SnapshotAbout]]:
-        """Yield the saved sessions that are not open, with what their files say of them, oldest first."""
+        """Yield the saved sessions that are not open, with what their files say of them, the least recently written one
+        first.
+        """
         return ((kept, about) for kept, about in self._store.described() if kept.name not in self._named)
 
     def write(self) -> None:
@@ -799,7 +810,17 @@ class Sessions:
         kept: StoredSnapshot | None,
         pins: Spans,
     ) -> Session:
-        """Create a session, continuing a snapshot if one is given, and register its name."""
+        """Create a session, continuing a snapshot if one is given, and register its name.
+
+        Args:
+            host: what it needs of the engine.
+            name: its name, if it has one.
+            settled: its policy, budget and adapter.
+            seed: identity for drawn tokens.
+            snapshot: the memory that it continues.
+            kept: the stored form of this memory, if it comes from the session's own file.
+            pins: spans of positions of its first turn.
+        """
         host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
         if pins:
             host.admission.check_pins(settled.policy, settled.budget, pins)  # no turn could keep them
@@ -821,10 +842,12 @@ def _agreed(
     adapter: str | None,
     keep_prompt: bool | float | None,
 ) -> Session:
-    """Return an open session, after checking that the policy, budget and adapter asked for are its own.
+    """Return an open session, after checking that the policy, budget, adapter and ``keep_prompt`` asked for are its
+    own. What is ``None`` is not asked for.
 
     Raises:
-        InputError: the session has another policy, budget or adapter.
+        InputError: the session has another policy, budget, adapter or ``keep_prompt``.
+        KVKeepError: there is no such policy or adapter, or the budget is out of range.
     """
     adapter = session.adapter if adapter is None else adapter
     if keep_prompt is None and policy is None:  # the session's own, and not the engine's

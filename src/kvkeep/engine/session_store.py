@@ -68,7 +68,7 @@ class SnapshotFolder:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all snapshot files, temporary ones included."""
+        """Return the bytes of all snapshot files in the folder, temporary ones included."""
         total = 0
         for path in self.path.glob(f"*{SUFFIX}*"):
             with suppress(OSError):  # removed meanwhile
@@ -116,7 +116,7 @@ class SnapshotFolder:
         self._end()
 
     def _remove_leftovers(self) -> None:
-        """Remove the files of sessions without a name, and parts of files of a process that was killed."""
+        """Remove all temporary files: of sessions without a name, and those that have not got a session's name yet."""
         for pattern in (_UNNAMED.format("*"), f".*{SUFFIX}.*.new"):
             for path in self.path.glob(pattern):
                 remove(path)
@@ -212,7 +212,7 @@ class SessionStore:
         return sum(kept.nbytes for kept in self._in_memory())
 
     def keep_now(self, snapshot: Snapshot, name: str | None = None) -> StoredSnapshot:
-        """Store a memory, as `keep` does, and wait until there is room for it.
+        """Store a memory, as `keep` does, wait until there is room for it, and make it the present one of its session.
 
         Raises:
             SnapshotError: a file cannot be written, for example on a full disk. The memory is not kept, and no other
@@ -297,7 +297,8 @@ class SessionStore:
         return self._move([kept])
 
     def wrote(self, move: Move) -> None:
-        """Wait until a move's files are written, and give each its final name. The memories stay in main memory.
+        """Wait until a move's files are written, and record them. Each that is its session's present memory takes the
+        session's name. The memories stay in main memory.
 
         Raises:
             SnapshotError: a file cannot be written; an older file of that name stays as it was.
@@ -327,7 +328,9 @@ class SessionStore:
             instead.current = False
 
     def give_up(self, kept: StoredSnapshot | None) -> None:
-        """Mark a memory as no longer the present one of its session; do nothing for ``None``."""
+        """Mark a memory as no longer the present one of its session, so that it never takes the session's file; do
+        nothing for ``None``.
+        """
         if kept is not None:
             kept.current = False
 
@@ -354,7 +357,9 @@ class SessionStore:
         return [kept for kept in found if kept is not None and kept.held is not None]
 
     def _leaving(self, spared: StoredSnapshot | None) -> list[StoredSnapshot]:
-        """Return the least recently used memories that must leave main memory so that the others fit into the limit."""
+        """Return the least recently used memories that must leave main memory so that the others fit into the limit;
+        ``[]`` without a limit. ``spared`` neither leaves nor counts.
+        """
         if self._most_bytes is None:
             return []
         found, leaving = [kept for kept in self._in_memory() if kept is not spared], []
@@ -387,20 +392,24 @@ class SessionStore:
 
 
 def joined(pending: Iterable[Pending | None]) -> Pending | None:
-    """Return the ends of several memories of one turn as one; ``None`` if none has to wait.
+    """Return several ends of one turn, each of which waits for a memory's way to the disk, as one; ``None`` if there is
+    none to wait for.
 
-    Their writes end in the order in which they began, so the last one is waited for.
+    The writes end in the order in which they began, so the last one is waited for. Then every end is finished, also
+    where another one raises.
     """
     found = [end for end in pending if end is not None]
     if len(found) < 2:
         return found[0] if found else None
 
     def finish() -> None:
+        """Finish all ends in their order, and raise what one of them raised."""
         with ExitStack() as stack:  # each one ends, also where another one fails
-            for end in reversed(found):
+            for end in reversed(found):  # a stack calls the last one first
                 stack.callback(end.finish)
 
     def cancel() -> None:
+        """Cancel all ends."""
         for end in found:
             end.cancel()
 

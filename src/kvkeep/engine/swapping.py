@@ -58,9 +58,13 @@ class Swapper:
         self._saved_s = self._cost_s = self._ahead_s = self._began = self._copying_s = 0.0
 
     def __enter__(self) -> None:
+        """Begin to measure a step."""
         self._began, self._copying_s = time.perf_counter(), 0.0
 
     def __exit__(self, *error: object) -> None:
+        """Count the step's time without copies as worked, and save a share of it for later swaps. Free the device's
+        copy of a sequence that has left, once it has arrived in main memory.
+        """
         worked = time.perf_counter() - self._began - self._copying_s
         self.worked_s += worked
         self._saved_s = min(self._saved_s + SHARE * worked, _SAVED * self._cost_s)
@@ -101,8 +105,9 @@ class Swapper:
             self._ahead_s += took
 
     def due(self, scheduler: Scheduler, rows: KVManager) -> Swap | None:
-        """Return the swap that is due: the sequence whose slice is over, and the one that takes its row. Return
-        ``None`` if no swap is due.
+        """Return the swap that is due: the sequence whose time slice is over, and the one that takes its row. Return
+        ``None`` if nobody waits, if the steps since the last swap have not taken long enough to pay for another one, or
+        if the scheduler has no pair.
         """
         # the first swap has to save nothing: what one costs is not known before
         if not scheduler.waiting or self._saved_s < self._cost_s:
@@ -111,7 +116,7 @@ class Swapper:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure the body as the cost of one swap.
+        """Measure the body as the cost of one swap, with what it took to prepare this swap ahead.
 
         The device's work is waited for before and after the body, so that it counts for neither too little nor too
         much.
@@ -126,7 +131,7 @@ class Swapper:
             self._cost_s, self._ahead_s = self._ahead_s + took, 0.0
 
     def _spend(self, seconds: float) -> None:
-        """Count seconds as spent on copies."""
+        """Count seconds as spent on copies, and take them from what later swaps may cost."""
         self._copying_s += seconds
         self.copied_s += seconds
         self._saved_s -= seconds
@@ -166,6 +171,8 @@ class Swapper:
 
 
 def hosted_memory(waiting: Iterable[Sequence]) -> MemoryUsage:
-    """Return the memory usage of all waiting sequences that were swapped out to main memory."""
+    """Return the memory usage of all waiting sequences that were swapped out, with the bytes that they take in main
+    memory as the allocated ones.
+    """
     found = (held for sequence in list(waiting) if (held := sequence.hosted) is not None)
     return sum((replace(held.memory_usage, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())

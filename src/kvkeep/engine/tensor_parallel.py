@@ -66,13 +66,13 @@ class EngineAgreement:
         self._known: list[_DescribedRequest] = []
 
     def check(self, live: Iterable[Sequence]) -> None:
-        """Compare this process's requests with those of the other processes, and raise an error in all of them if they
-        differ. Every process must call it.
+        """Compare the options of this process's engine, and its requests with their progress, with those of the other
+        processes, and raise an error in all of them if they differ. Every process must call it.
 
         Cost: a number from each process; a request is described once.
 
         Raises:
-            InputError: the requests differ, or other processes have ended.
+            InputError: the options or the requests differ, or other processes have ended.
         """
         try:
             if not self._together.alike(self._digest(live), self._device):
@@ -168,7 +168,7 @@ def _shown(value: object) -> str:
 
 
 def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
-    """Say in one sentence how the first process that differs from process 0 differs from it.
+    """Return a sentence that says how the first process that differs from process 0 differs from it.
 
     Args:
         found: ``engine`` and ``requests`` of each process.
@@ -196,7 +196,9 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
 
 
 def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
-    """Return the number under which another process knows the same request; ``None`` if it does not know it."""
+    """Return the number under which another process knows an equal request with equal progress; ``None`` if it knows
+    none.
+    """
     rest = {name: value for name, value in asked.items() if name != "number"}
     return next(
         (number for number, description in among.items() if rest | {"number": description["number"]} == description),
@@ -205,7 +207,13 @@ def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
 
 
 def _part(mine: Description, theirs: Description, between: str) -> str:
-    """Say in one sentence what differs first between two descriptions of a request."""
+    """Return a clause that says what differs first between two descriptions of a request, which must differ.
+
+    Args:
+        mine: what process 0 was given.
+        theirs: what the other process was given.
+        between: the end of the clause, with ``{}`` where the other process's value stands.
+    """
     name = next(name for name, value in mine.items() if theirs[name] != value)
     if name != "prompt":
         return f"`{name}` is {mine[name]:.200} {between.format(theirs[name][:200])}"
