@@ -58,7 +58,9 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _log = logging.getLogger(__name__)
 
 _named: weakref.WeakKeyDictionary[nn.Module, NamedAdapters] = weakref.WeakKeyDictionary()
+"""See `adapters_of`."""
 _merged: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""See `merged_into`."""
 
 
 class NamedAdapters:
@@ -79,7 +81,7 @@ class NamedAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names in the order in which they were given."""
+        """Return the adapters' names, without PEFT's own, in the order in which they were given."""
         return tuple(self._own)
 
     def check(self) -> bool:
@@ -104,7 +106,9 @@ class NamedAdapters:
             yield
 
     def activate(self, name: str | None) -> None:
-        """Let the model compute with this adapter from now on, or without any for ``None``."""
+        """Let the model compute with the adapter of this name from now on, in all threads, or without any for
+        ``None``.
+        """
         own = None if name is None else self._own[name]
         for layer in self._present():
             # PEFT's own setters freeze and unfreeze all weights besides, which takes as long as a step
@@ -118,7 +122,9 @@ class NamedAdapters:
         return (layer for reference in self._layers if (layer := cast(Any, reference())) is not None)
 
     def _now(self) -> list[object]:
-        """Return everything that decides which adapter the model computes with, and how."""
+        """Return, for each layer with adapters, what decides which one it computes with, and how: whether they are off,
+        which are active, and their scaling.
+        """
         return [
             (layer.disable_adapters, layer.active_adapters, {**getattr(layer, "scaling", {})})
             for layer in self._present()
@@ -146,7 +152,9 @@ def merged_into(model: nn.Module) -> str | None:
 
 
 def weights_of_all(model: nn.Module) -> str:
-    """Return a hash of a model's weights and of all its adapters with their names."""
+    """Return a hash of a model's weights and of all adapters that `add` has put into it, with their names, whichever is
+    active; without such adapters `fingerprint`.
+    """
     base = fingerprint(model)
     if (named := adapters_of(model)) is None:
         return base
@@ -173,7 +181,8 @@ def check_name(name: object) -> None:
     """Refuse an adapter's name that could be mistaken for a part of a model's name.
 
     Raises:
-        InputError: the name is no text of letters, digits, ``.``, ``-`` and ``_``.
+        InputError: the name is no text of 1 to 64 letters, digits, ``.``, ``-`` and ``_`` that begins with a letter or
+            digit.
     """
     if not isinstance(name, str) or re.fullmatch(ADAPTER_NAME, name, re.ASCII) is None:
         raise InputError(
@@ -183,7 +192,7 @@ def check_name(name: object) -> None:
 
 
 def check_folders(folders: Mapping[str, str]) -> None:
-    """Refuse adapters that no model can use, before any weights are read.
+    """Refuse adapters, folders by name, that no model can use, before any weights are read.
 
     Raises:
         InputError: PEFT is not installed.
@@ -198,7 +207,8 @@ def check_folders(folders: Mapping[str, str]) -> None:
 def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = False) -> None:
     """Read adapters into a model, which is attached, fused or packed only afterwards.
 
-    In half precision an adapter's products are computed in float32, beside those of the base model.
+    In half precision an adapter's products are computed in float32, beside those of the base model. None is active at
+    first, unless it is merged. No weight of the model takes gradients afterwards.
 
     Args:
         model: the model, with its weights.
@@ -235,10 +245,10 @@ def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = Fal
 
 
 def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]) -> None:
-    """Load one adapter into a model under its name in PEFT.
+    """Load one adapter into a model under its name in PEFT, and warn if it was trained on another model by its name.
 
     Raises:
-        ModelFileError: the weights cannot be read, or do not fit the model.
+        ModelFileError: its settings cannot be used, or its weights cannot be read or do not fit the model.
     """
     import peft
 
@@ -277,8 +287,8 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
 
 
 def _check_base(model: PreTrainedModel, folder: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """Remove weights of the base model from an adapter's, after checking that they are the model's own. PEFT saves
-    such weights beside changed embeddings.
+    """Remove the base model's weights from ``weights``, those of an adapter, after checking that they are the model's
+    own. PEFT saves such weights beside changed embeddings.
 
     Raises:
         ModelFileError: they are others than the model's, which would change it for every other adapter.
@@ -295,7 +305,9 @@ def _check_base(model: PreTrainedModel, folder: str, weights: dict[str, Tensor],
 
 
 def _equal(own: Tensor, given: Tensor) -> bool:
-    """Return whether a model has these weights, in plain or in quantized form."""
+    """Return whether a model's weight is the given one, in plain form or quantized as it is here; no for a format of
+    GGUF files.
+    """
     given = given.to(own.dtype)
     if not isinstance(own, QuantizedTensor):
         return torch.equal(own.detach().cpu(), given)
@@ -312,7 +324,9 @@ def _shares_weights(model: PreTrainedModel) -> bool:
 
 
 def _widen(model: PreTrainedModel, own: str) -> None:
-    """Keep an adapter's weights in float32 where the model has fewer bits, as PEFT's own models do."""
+    """Turn an adapter's weights of half precision into float32, in place, as PEFT's own models do; modules that it
+    replaces as a whole stay as they are.
+    """
     for layer in filter(_is_layer, model.modules()):
         if not hasattr(layer, "check_set_adapter"):  # a module that is saved whole takes what its model gives it
             for name, parameter in layer.named_parameters():
@@ -321,7 +335,9 @@ def _widen(model: PreTrainedModel, own: str) -> None:
 
 
 def _unpack(model: PreTrainedModel, own: str) -> None:
-    """Unpack the quantized weights that an adapter replaces as a whole, since those cannot be written to."""
+    """Unpack, in place, the quantized weights in the copies of modules that an adapter replaces as a whole, since those
+    cannot be written to.
+    """
     for layer in model.modules():
         copies = getattr(layer, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict) and own in copies:
@@ -346,8 +362,8 @@ def _base_of(settings: Mapping[str, Any]) -> str:
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    """Return the settings of an adapter, after checking its files and that each setting is one that PEFT may be
-    given.
+    """Return the settings of the adapter in a folder, after checking that its files are there and that each setting is
+    one that PEFT may be given. Its weights are not read.
 
     Raises:
         ModelFileError: the folder has no adapter of LoRA, or one whose settings cannot be used.
@@ -390,10 +406,11 @@ def _settings(folder: str) -> dict[str, Any]:
 
 
 def _check_value(folder: str, name: str, value: object) -> None:
-    """Refuse a setting's value of a type that PEFT does not take.
+    """Refuse the value of a known setting that PEFT does not take: of another type, or with a float that is infinite
+    or NaN. ``None`` passes.
 
     Raises:
-        ModelFileError: the value has another type, or holds such ones.
+        ModelFileError: the value is refused, or one in it.
     """
     inner: list[object] = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     numbers = name in ("layers_to_transform", "rank_pattern", "alpha_pattern")
@@ -424,10 +441,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _weights(folder: str, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter, by their names in a model that PEFT has not wrapped.
+    """Read the tensors of the adapter in a folder, and return them by their names in a model that PEFT has not wrapped.
 
     Raises:
-        ModelFileError: the file cannot be read, has numbers that are none, or lower ranks than its settings say.
+        ModelFileError: the file cannot be read, holds integers, NaN or infinite numbers, or has lower ranks than its
+            settings say.
     """
     from safetensors.torch import load_file
 
@@ -450,7 +468,9 @@ def _weights(folder: str, settings: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _merge(model: PreTrainedModel) -> None:
-    """Merge the active adapter into the weights, and put the model's own modules back into their places."""
+    """Merge the active adapter into a model's weights, in place, and put the model's own modules back where PEFT's
+    are.
+    """
     for name, layer in list(model.named_modules()):
         if not _is_layer(layer) or any(_is_layer(above) for above in _above(model, name)):
             continue  # no layer of PEFT, or a part of one, which goes with the whole

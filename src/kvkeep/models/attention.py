@@ -106,7 +106,8 @@ class PaddingMask:
         return self.real is None and self.honoured
 
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return a mask of the padding among the ``T`` new tokens of a prompt; ``None`` if there is none to clear.
+        """Return a mask of the padding among the ``T`` new tokens of a prompt; ``None`` if there is none to clear, also
+        in a decode step (``T`` is 1), and where the mask does not end with the new tokens.
 
         Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
@@ -131,7 +132,8 @@ def padding_mask(
 ) -> PaddingMask:
     """Return a `PaddingMask` in place of the mask tensor that transformers asks for.
 
-    A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
+    Only the padding in ``attention_mask`` is kept, offsets, the window, and whether the mask is causal otherwise. One
+    that is not is refused when attention uses it; some models make masks that they never use.
     """
     expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
     # one token comes after its prompt, with which a mask that cannot be honoured has been refused
@@ -188,9 +190,9 @@ class OutputOf:
         self._module, self._heads = module, heads
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """Return the norm of each vector after the output projection, see `kvkeep.types.OutputProjection`.
+        """Return, for each vector, the Euclidean norm of the layer's output if all query heads of its group put it out.
 
-        Without a readable projection, return the lengths of the vectors themselves.
+        Without a readable projection, return the lengths of the vectors themselves. Half precision becomes float32.
         """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
@@ -200,9 +202,10 @@ class OutputOf:
         return norms
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """Return the L1 norm of each vector after the output projection, averaged over its query heads.
+        """Return, for each vector, the L1 norm of the layer's output if one query head of its group puts it out, as a
+        mean over the group.
 
-        Without a readable projection, return the L1 norms of the vectors themselves.
+        Without a readable projection, return the L1 norms of the vectors themselves. Half precision becomes float32.
         """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
@@ -215,7 +218,9 @@ class OutputOf:
         return torch.cat(parts, dim=-1)
 
     def _linear(self, dim: int) -> nn.Module | None:
-        """Return the module of the output projection; ``None`` if there is none that can be read."""
+        """Return the module of the output projection, which takes the outputs of all heads, each ``dim`` wide; ``None``
+        if there is none that can be read.
+        """
         width = self._heads * dim
         return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 
@@ -228,7 +233,7 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _readable(linear: nn.Module) -> bool:
-    """Return whether a layer's weights are a matrix in memory, plain or packed."""
+    """Return whether a layer's weights are a matrix of floats in memory, plain or packed by kvkeep."""
     if isinstance(linear, PackedLinear):
         return True
     weight = _own(getattr(linear, "weight", None))
@@ -259,7 +264,7 @@ def _stands(linear: nn.Module) -> bool:
 
 
 def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
-    """Return the weights of the output projection, split by query head."""
+    """Return this process's weights of an output projection, split by its query heads; ``M`` is the layer's width."""
     weight = _own(linear.weight)
     assert isinstance(weight, Tensor)
     each: Tensor = (weight if _stands(linear) else weight.mT).detach().unflatten(0, (heads, -1))
@@ -267,8 +272,8 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
 
 
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
-    """Return a matrix for each KV head under which vectors have the norm that they would have after their group's
-    projections. It is cached until the weights change.
+    """Return a matrix for each KV head (``groups``), by which vectors times it have the norm that they would have after
+    the summed projections of the group's query heads. It is cached until the weights change.
     """
     key: tuple[int, ...] = heads, groups  # enough for packed weights, which never change
     if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
@@ -365,7 +370,8 @@ def attached(model: _Model) -> Iterator[_Model]:
 
 
 def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
-    """Refuse a cache that was made before the model was split over processes.
+    """Refuse a cache whose layers were made for other heads than this process holds of the model, as one that was made
+    before the model was split over processes.
 
     Args:
         cache: the cache.
@@ -385,8 +391,13 @@ def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
 def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
     """Refuse to read on where the keys in the cache were rotated with the frequencies of a shorter text.
 
+    Args:
+        rule: how the model's frequencies follow the length.
+        cache: holds tokens.
+        new: number of tokens that each row reads next.
+
     Raises:
-        UnsupportedOperationError: see above.
+        UnsupportedOperationError: the text of some row would come under other frequencies.
     """
     for seen in next(iter(cache.bounded_layers().values())).seen.tolist():  # every layer has seen the same tokens
         if (why := rule.refusal(seen, seen + new)) is not None:
@@ -401,9 +412,10 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
     Raises:
         InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
-            there is no new token; or the cache is not to be used.
+            there is no new token; ``use_cache`` is false; the cache is of other heads; or the model has no weights.
         SnapshotError: the cache holds a memory of other weights or adapters.
-        UnsupportedOperationError: each row has an adapter of its own.
+        UnsupportedOperationError: each row has an adapter of its own, or the text gets so long that keys are rotated in
+            another way than those in the cache.
     """
     cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -506,7 +518,8 @@ def _bounded(
     """Run a step of the bounded layer that the keys come from, and return the attention output.
 
     Raises:
-        UnsupportedModelError: the layer's sliding window is not that of its cache.
+        UnsupportedModelError: the layer's sliding window is not that of its cache, or holds no token.
+        ShapeError: see `PaddingMask.new_tokens`.
     """
     stepper = layer.take()
     if options.window is not None and options.window < 1:

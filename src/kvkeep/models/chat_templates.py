@@ -73,6 +73,7 @@ def fill(
     shown = [] if known is None and any(message.get("tool_calls") for message in messages) else known
     try:
         asked = {**tokenizer.special_tokens_map, "chat_template": tokenizer.get_chat_template(tools=shown)}
+        # sorted, since what has been found out about a template is kept by this text
         template = ChatTemplate(json.dumps({**asked, "add_generation_prompt": True}, sort_keys=True))
     except Exception as error:  # templates without a default, tokens that are not text
         raise InputError(f"The tokenizer's chat template cannot be used ({error!s:.200}). {_REMEDY}") from error
@@ -96,7 +97,8 @@ class ChatTemplate:
     asked: str
 
     def fill(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Render a conversation, in the first form that the template neither refuses nor shows only in part.
+        """Render a conversation, in the first of its forms that the template does not refuse and whose system messages
+        it shows.
 
         Raises:
             InputError: see `fill`.
@@ -124,7 +126,9 @@ class ChatTemplate:
     def _shows(
         self, text: str, messages: Sequence[Mapping[str, Any]], place: int, variables: Mapping[str, Any]
     ) -> bool:
-        """Return whether a rendered conversation contains one of its messages, perhaps in other letters."""
+        """Return whether a rendered conversation contains the text of one of its messages: as it is, or else in
+        capitals or another form in which a mark in its place comes out.
+        """
         content = messages[place]["content"].strip()
         if content in text:
             return True
@@ -165,7 +169,9 @@ def _variants(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mappin
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge neighbouring messages of one role, for templates whose roles must alternate."""
+    """Return the conversation with neighbouring messages of the user, or of the assistant, merged into one, their texts
+    a blank line apart, for templates whose roles must alternate. Nothing is joined to a message that calls tools.
+    """
     found: list[Mapping[str, Any]] = []
     for message in messages:
         last = found[-1] if found else None
@@ -179,8 +185,8 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose tool calls have objects as arguments. A text that is no JSON object becomes a value of
-    one.
+    """Return a message whose tool calls have objects as arguments: a text becomes ``{"arguments": text}``. A message
+    without such texts is returned itself.
 
     Agents send back what a model has written, and a template that reads the arguments by name fails on a text.
     """
@@ -232,7 +238,7 @@ def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) 
 
 @functools.cache
 def _note(template: str, has_system: bool) -> None:
-    """Log, once for each template, that messages were changed for it."""
+    """Log a warning, once for each template, that messages were changed for it, and in which way."""
     # it is only the key under which the cache knows that the note was logged
     del template
     if has_system:
@@ -249,8 +255,11 @@ def _note(template: str, has_system: bool) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _roles_in_parts(asked: str) -> frozenset[str]:
-    """Return the roles whose content a template reads as a list of parts, found by rendering a marked message in both
-    forms.
+    """Return those of the roles user, system, assistant and tool whose content a template reads as a list of parts, and
+    not as a text, found by rendering a marked message in both forms.
+
+    Args:
+        asked: see `ChatTemplate`.
     """
     options, roles = json.loads(asked), set[str]()
     user: dict[str, Any] = {"role": "user", "content": "a"}
@@ -277,7 +286,7 @@ def _roles_in_parts(asked: str) -> frozenset[str]:
 
 
 def _probed(asked: Mapping[str, Any]) -> str:
-    """Return a rendered conversation in lower case; empty if the template refuses it.
+    """Render a request to the template process, and return the text in lower case; empty if the template refuses it.
 
     Raises:
         EndlessTemplateError: the template does not come to an end.
@@ -291,10 +300,11 @@ def _probed(asked: Mapping[str, Any]) -> str:
 
 
 def _rendered(asked: Mapping[str, Any]) -> str:
-    """Render a conversation in the template process.
+    """Return the text that the template process makes of a request: a template, its variables and the messages.
 
     Raises:
-        InputError: the template fails, or what it is given is no JSON.
+        EndlessTemplateError: it takes too long, or too much memory.
+        InputError: the template fails, what it is given cannot be JSON, or the process does not start.
     """
     try:
         line = json.dumps(asked)
@@ -311,7 +321,7 @@ def _rendered(asked: Mapping[str, Any]) -> str:
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    """Return whether the tokenizer's chat template mentions a variable."""
+    """Return whether a chat template of the tokenizer contains the name of a variable as a word."""
     found = tokenizer.chat_template
     texts = found.values() if isinstance(found, Mapping) else (found,)
     word = re.compile(rf"(?<!\w){re.escape(variable)}(?!\w)")
@@ -323,7 +333,8 @@ class EndlessTemplateError(InputError):
 
 
 def _asked(line: str) -> dict[str, str] | None:
-    """Send a line to the template process, and return its answer; ``None`` if it took too long and was killed.
+    """Send a line to the template process, and return its answer, with ``text`` or ``error``; ``None`` if it took too
+    long and was killed, or ended.
 
     Raises:
         InputError: the process does not start.
@@ -364,8 +375,8 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the id of the token with which the chat template ends an assistant's turn; nothing if that is an
-    ordinary token.
+    """Return a set with the id of the token with which the chat template ends an assistant's turn; an empty one if that
+    is an ordinary token, or the template fails.
 
     Where nothing ends the last turn, it is the token with which the user's next one begins.
     """

@@ -50,9 +50,10 @@ def trained_length(config: PreTrainedConfig) -> int | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the number of learned positions of a model; ``None`` if it has no table of them.
+    """Return how many positions a model has learned, which is its trained length; ``None`` if it has no table of them.
 
-    A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
+    A table of positions is an embedding, other than the tokens', with as many rows as the trained length, or up to two
+    more.
     """
     limit = trained_length(model.config)
     tokens = model.get_input_embeddings()

@@ -57,7 +57,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
 
 
 def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of decoder layers that do not use the cache and could be faster when compiled."""
+    """Yield the children of a model's decoder layers that do not use the cache and may be compiled, see `_is_open`."""
     for layers in model.modules():
         if not isinstance(layers, nn.ModuleList):
             continue

@@ -35,7 +35,7 @@ def parse_dtype(text: str) -> torch.dtype | str:
 
 
 def parse_device(text: str) -> torch.device:
-    """Return the device of this name; ``auto`` is CUDA if there is one, otherwise the CPU.
+    """Return the device of this name, after trying it; ``auto`` is CUDA if there is one, otherwise the CPU.
 
     Raises:
         InputError: the name is unknown, or this machine has no such device.
@@ -91,7 +91,9 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device on which a model takes token ids, even if its weights are offloaded."""
+    """Return the device on which a model takes token ids; if its weights are offloaded, that of the first module that
+    accelerate runs somewhere. It is ``meta`` for a model whose weights have no numbers.
+    """
     found: torch.device = model.device
     if found.type != "meta":
         return found
@@ -111,7 +113,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(model: nn.Module, name: str) -> Tensor:
-    """Return an offloaded parameter.
+    """Return the numbers of an offloaded parameter of this name in a model.
 
     Raises:
         InputError: accelerate does not know the parameter's numbers.

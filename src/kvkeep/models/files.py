@@ -50,12 +50,12 @@ _blocks = 0
 
 @contextmanager
 def cached_if_unreachable(name: str) -> Iterator[None]:
-    """Use only the local cache of the hub in the context if the hub does not answer.
+    """Use only the local cache of the hub in the context, in all threads, if the hub does not answer within seconds.
 
     Do nothing for a local folder, or if the hub answers.
 
     Raises:
-        ModelFileError: the cache lacks a part of the model.
+        ModelFileError: the context has raised one without the hub: the cache lacks a part of the model.
     """
     if Path(name).exists() or (not constants.HF_HUB_OFFLINE and _answers()):
         yield
@@ -81,7 +81,9 @@ def is_forbidden() -> bool:
 
 
 def _switch(change: int) -> None:
-    """Count one more or one fewer block that wants no requests to the hub, and set the hub's own switch."""
+    """Count one more (1) or one fewer (-1) block that wants no requests to the hub, and set the hub's own switch, which
+    forbids them while there is any; for 0 do nothing.
+    """
     global _blocks
     if not change:
         return
@@ -91,7 +93,7 @@ def _switch(change: int) -> None:
 
 
 def _answers() -> bool:
-    """Return whether the hub answers at all, with an error or not.
+    """Return whether the hub answers at all, with an error or not, within `PATIENCE_S` or HF_HUB_ETAG_TIMEOUT.
 
     A thread asks, since a search for the hub's address has no time limit of its own.
     """
@@ -147,7 +149,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
 
     Raises:
         ModelFileError: a path does not exist, or a GGUF path is a pipe or a device, lacks parts or is a folder of
-            several; or the name cannot be one of the hub.
+            several; the name cannot be one of the hub; or the GGUF file is not there, or the hub fails.
     """
     name = os.fspath(name_or_path)
     path = existing(name)
@@ -245,7 +247,7 @@ def part_of(name: str) -> str:
 
 def optional(name: str, file: str) -> Path | None:
     """Return the path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file, or the
-    hub cannot be reached.
+    hub cannot be reached, or the model is itself a file. The hub's errors about the model pass.
     """
     if Path(name).is_dir():
         path = Path(name) / file
@@ -259,7 +261,9 @@ def optional(name: str, file: str) -> Path | None:
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
-    """Return every integer of a configuration, with the key that it stands under."""
+    """Return every integer in a configuration, however deep, with the innermost key that it stands under; ``key`` is
+    that of the value itself.
+    """
     found, rest = [], [(key, value)]
     while rest:
         key, value = rest.pop()
@@ -293,7 +297,13 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
-    """Return the error that tells a user what failed, and what to do."""
+    """Return the error that tells a user what failed, and what to do, by an error that was caught and its causes.
+
+    Args:
+        name: the model.
+        what: what failed, as a sentence without its stop.
+        error: the error.
+    """
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
@@ -345,7 +355,7 @@ PARAMETERS_PER_BYTE = 16
 def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
     """Refuse pickled weights, files outside of the model's folder, and adapters of PEFT, before any weights are read.
 
-    Without an index there is nothing to check.
+    Without an index, no files of weights are looked at but the one that the configuration names.
 
     Args:
         name: a folder, or a hub name.
@@ -424,7 +434,7 @@ def check_shards(name: str, config: PreTrainedConfig) -> None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index.
+    """Return the file of each tensor, by the tensors' names, from an index such as model.safetensors.index.json.
 
     Raises:
         ModelFileError: the file is not an index of weights.
@@ -447,8 +457,8 @@ def _shards(given: dict[str, str]) -> list[str]:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Return whether a shard lies in the model's folder, links followed. A missing file counts as inside, and is
-    reported later.
+    """Return whether a file of weights, by its name in an index, is a regular file in the model's folder or the hub's
+    cache, links followed. A missing file counts as inside, and is reported later.
     """
     parts = re.split(r"[/\\]", shard)
     # no file can have a zero byte in its name, or more than 255 bytes

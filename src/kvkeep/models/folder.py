@@ -23,7 +23,8 @@ SAFE = ".safetensors"
 
 
 def check(name: str, *, config_file: bool = False) -> None:
-    """Refuse the name of a model that does not exist, and a file or folder that is no model; a hub name passes.
+    """Refuse the name of a model that does not exist, and a file or folder that is no model; a hub name passes, and so
+    do a folder of GGUF files and one without weights.
 
     Args:
         name: a path, or a hub name.
@@ -58,7 +59,7 @@ def check_file(path: Path) -> None:
 
 
 def is_gguf_file(path: Path) -> bool:
-    """Return whether a path is a GGUF file by its name, or by its first bytes."""
+    """Return whether a path is a GGUF file: an existing one by its name, or else one with its first bytes."""
     if path.suffix.lower() == GGUF_SUFFIX:
         return path.is_file()
     try:
@@ -160,7 +161,7 @@ def refuse_adapter(name: str, path: Path) -> NoReturn:
 
 
 def refusal(subject: str) -> str:
-    """Return the message for weights that are pickles."""
+    """Return the message for weights that are pickles; ``subject`` begins it, such as "The weights of NAME"."""
     return (
         f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
         "accept them with `allow_pickle=True` if you trust their source."
@@ -168,7 +169,8 @@ def refusal(subject: str) -> str:
 
 
 def _check_regular(folder: Path) -> None:
-    """Refuse pipes, devices and broken links in a folder: reading them would fail late, or never end.
+    """Refuse pipes, devices and broken links directly in a folder: reading them would fail late, or never end. Locks
+    (``.lock``) pass.
 
     Raises:
         ModelFileError: there is such a file.

@@ -74,8 +74,12 @@ class FusedDecoder(nn.Module):
         return super().forward(*args, **kwargs) if out is None else out
 
     def _step(self, **kwargs: Any) -> BaseModelOutputWithPast | None:
-        """Run a decode step as one call of the kernel; return ``None``, with nothing changed, if the step cannot be
-        run so.
+        """Run a decode step of one token per row as one call of the kernel, and return the decoder's output; ``None``,
+        with the cache unchanged, if these arguments of ``forward`` cannot be run so.
+
+        Raises:
+            CapacityError: the policy does not evict and its budget is exhausted.
+            MemoryError: there was no memory for all of it. The cache is broken then.
         """
         ids, cache, positions = kwargs.get("input_ids"), handed_over(kwargs), kwargs.get("position_ids")
         if not isinstance(cache, PhasedCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
@@ -96,12 +100,14 @@ class FusedDecoder(nn.Module):
     def _embedded(
         self, ids: Int[Tensor, "B 1"], mask: object, positions: Int[Tensor, "_B 1"] | None, seen: int
     ) -> tuple[Float[Tensor, "B 1 width"], list[layer_ops.Angles | None]]:
-        """Return what goes into the first layer, which the step may overwrite, and the angles of each kind of layer.
+        """Return what goes into the first layer, which the step may overwrite, and the rotary angles of each kind of
+        layer; ``[None]`` where positions are embeddings, which are added then.
 
         Args:
             ids: a token per row.
-            mask: as the decoder was given it.
-            positions: of the tokens; ``None``: as many as are real before them in the mask, or ``seen``.
+            mask: as the decoder was given it; only embeddings of positions need it.
+            positions: of the tokens; ``None``: for embeddings the number of real tokens before them by the mask, for
+                angles ``seen``.
             seen: number of tokens before these, padding included.
         """
         x = self.embed_tokens(ids)
@@ -114,7 +120,10 @@ class FusedDecoder(nn.Module):
         return x.clone(), [*self.angles(x, positions)]
 
     def _answers(self, asked: dict[str, Any]) -> bool:
-        """Return whether a step in one call gives everything that its arguments and the configuration ask for."""
+        """Return whether a step in one call gives all that the keyword arguments of ``forward`` and the configuration
+        ask for: no argument that is unknown here, no hidden states, no tuple, kvkeep's attention, no replaced
+        ``forward``.
+        """
         if any(asked[name] is not None and asked[name] is not False for name in asked.keys() - _KNOWN):
             return False
         config = self.config
@@ -126,8 +135,8 @@ class FusedDecoder(nn.Module):
         """Return whether the kernel was found to compute what the decoder's own class computes, trying it on the
         first call.
 
-        The first step tries it, since the trial needs the model as it runs. It waits as long as there are hooks, which
-        would be told the tokens of the trial.
+        The first step tries it, since the trial needs the model as it runs. While there are hooks, which would be told
+        the tokens of the trial, it is put off, and the answer is no. Within the trial itself the answer is yes.
         """
         if TRIAL.get():
             return True
@@ -136,13 +145,14 @@ class FusedDecoder(nn.Module):
         return bool(self.is_checked)
 
     def angles(self, like: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
-        """Return the cosines and sines of the positions, for each type of layer."""
+        """Return the cosines and sines of the positions, a pair for each type of layer; one pair if all share them."""
         if not self.rotation_kinds:
             return [self.rotary_emb(like, position_ids=positions)]
         return [self.rotary_emb(like, positions, kind) for kind in self.rotation_kinds]
 
     def _replays(self, cache: PhasedCache, mask: object) -> Replays | None:
-        """Return the recorded attention steps of all layers; ``None`` if one of them cannot be replayed now.
+        """Return the layers of a cache and their recorded attention steps, in order; ``None`` if one of them cannot be
+        replayed for this step, or the mask hides a new token.
 
         Raises:
             CapacityError: the policy does not evict and its budget is exhausted.
@@ -170,8 +180,8 @@ class FusedDecoder(nn.Module):
         return replays
 
     def _recorded(self, replays: Replays, angles: Sequence[layer_ops.Angles | None]) -> layer_ops.ModelStep | None:
-        """Return the kernel call for all layers, made anew if weights or recorded steps have changed; ``None`` if the
-        kernel cannot run them.
+        """Return the kernel call for all layers, which is kept with the first recorded step, and made anew if weights
+        or recorded steps have changed; ``None`` if the kernel cannot run them. Of the angles only the width counts.
         """
         rotary_dims = [*map(rotary_dim_of, angles)]
         fused = [layer.calls(rotary_dims[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
@@ -198,7 +208,7 @@ class _ModelCall(NamedTuple):
 
 def _has_hooks(decoder: nn.Module) -> bool:
     """Return whether some part of a decoder has hooks, those on its rotary embedding aside, which may be kvkeep's
-    own.
+    own, and those on the decoder itself.
     """
     # "" is the decoder itself, whose hooks run around `forward`: a trial calls that without them
     parts = (part for name, part in decoder.named_modules() if name and not name.startswith("rotary_emb"))
@@ -211,7 +221,9 @@ def _differ(reference: weakref.ref[Any], part: object) -> bool:
 
 
 def _is_plain(mask: object, cache: PhasedCache) -> bool:
-    """Return whether a mask says no more than that every row's new token is real."""
+    """Return whether a mask, as a decoder is given it, says no more than that every row's new token is real; ``None``
+    says so.
+    """
     if mask is None:
         return True
     if isinstance(mask, dict):  # one for each kind of layer
@@ -224,7 +236,8 @@ def _is_plain(mask: object, cache: PhasedCache) -> bool:
 def _replayed(
     replays: Replays, step: layer_ops.ModelStep, x: Tensor, angles: Sequence[layer_ops.Angles | None]
 ) -> bool:
-    """Run the step and count it in all layers. Return whether the kernel could run it.
+    """Run the step and count it in all layers of the cache. Return whether the kernel could run it; if not, drop the
+    recorded steps.
 
     Raises:
         MemoryError: there was no memory for all of it. The cache is broken then.
@@ -244,10 +257,10 @@ def _returned() -> str:
 
 
 def fuse_decoder(module: nn.Module) -> bool:
-    """Fuse a decoder whose layers are fused, in place, and return whether it was fused.
+    """Fuse a decoder whose layers are fused, in place, and return whether it was fused now.
 
     It is fused if it consists of an embedding, layers, a norm, and rotary angles or embeddings of positions. Before its
-    first step as one call its output for a few tokens is compared with the kernel's.
+    first step as one call its output for a few tokens is compared with the kernel's. Any other module stays as it is.
     """
     if isinstance(module, FusedDecoder) or frozenset(module._modules) not in _NORMS:
         return False
@@ -268,7 +281,9 @@ def fuse_decoder(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _agrees(decoder: Any) -> bool:
-    """Return whether a fused decoder gives the same output for a few tokens as its own class."""
+    """Return whether a decode step of a fused decoder in one call gives the same output as its own class, by running
+    three tokens in caches of their own. An error counts as another output.
+    """
     plain: Any = functools.partial(type(decoder).plain.forward, decoder)
     last = getattr(decoder.config, "max_position_embeddings", None) or _TRIAL_POSITIONS[-1] + 1
     ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS]).clamp(max=last - 1)
@@ -277,7 +292,7 @@ def _agrees(decoder: Any) -> bool:
         given = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "use_cache": True}
         return forward(**given, **handed(decoder, cache))
 
-    whole, steps = (BoundedCache(decoder.config, "local", 8) for _ in range(2))
+    whole, steps = (BoundedCache(decoder.config, "local", 8) for _ in range(2))  # with room for all three tokens
     token = TRIAL.set(True)
     try:
         expected = run(plain, whole, slice(0, 3)).last_hidden_state[:, -1].float()

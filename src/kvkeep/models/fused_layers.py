@@ -65,7 +65,7 @@ class _Kind(NamedTuple):
     feed: tuple[str, ...] = ("mlp",)
 
     def names(self) -> frozenset[str]:
-        """Return the names of all parts."""
+        """Return the attribute names of all parts of a decoder layer of this kind, its attention included."""
         return frozenset((_ATTENTION, self.first, self.second, *self.added, *self.feed))
 
 
@@ -103,11 +103,11 @@ class FusedParts(NamedTuple):
     linear: tuple[nn.Linear, ...]
 
     def norms(self) -> list[FusedNorm]:
-        """Return all norms."""
+        """Return all norms among the parts of a decoder layer, those of single heads included."""
         return [norm for norm in (self.first, self.second, *self.heads, *self.added) if norm is not None]
 
     def feed_forward(self, x: Float[Tensor, "B 1 width"]) -> Float[Tensor, "B 1 width"]:
-        """Compute the feed-forward layer by its modules."""
+        """Return the output of the feed-forward layer, computed by its modules one by one, without norm or residual."""
         if self.activation is None:
             return cast(Tensor, self.feed(x))
         up, down = self.gated.modules
@@ -115,7 +115,9 @@ class FusedParts(NamedTuple):
 
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
-    """Return the parts of a layer that can be fused; ``None`` if one is missing, is not fused, or has hooks."""
+    """Return the fused parts of a decoder layer; ``None`` if the layer is of no known kind, or a part is missing, is
+    not fused, has hooks or has changed since it was tried.
+    """
     own: dict[str, Any] = {name: part for name, part in layer._modules.items() if not _is_idle(part)}
     if (kind := _KIND_OF.get(frozenset(own))) is None:
         return None
@@ -161,7 +163,9 @@ def _projections(of_attention: dict[str, Any]) -> list[Any]:
 
 
 def _split(joined: nn.Linear, output: nn.Linear) -> list[layer_ops.Linear] | None:
-    """Return the parts of a projection that puts out the query, then the key, then the value, of equal length."""
+    """Return the three parts of a projection that puts out the query, then the key, then the value, the last two of
+    equal length; ``None`` if it cannot be split so. The query is as long as what ``output`` takes.
+    """
     rest = joined.out_features - output.in_features
     return layer_ops.split(joined, [output.in_features, rest // 2, rest // 2]) if rest > 0 else None
 
@@ -263,7 +267,7 @@ class FusedCalls:
         return self._places_now() == self._places
 
     def _places_now(self) -> list[object]:
-        """Return the identity and the address of every weight."""
+        """Return the identity, and what `_place` tells, of every weight of the parts."""
         return [
             (id(weight), _place(weight))
             for own in self._weighted
@@ -283,7 +287,7 @@ _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 def _values_of(names: Iterable[str]) -> Callable[[dict[str, Any]], object]:
-    """Return a fast function that reads these attributes of a module."""
+    """Return a fast function that reads these attributes from a module's ``vars``; ``id`` if there are none."""
     asked = [*names]
     return operator.itemgetter(*asked) if asked else id  # the dict of a module is always the same
 
@@ -305,11 +309,12 @@ def is_ours(config: PreTrainedConfig) -> bool:
 
 
 def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
-    """Return the attention options of a layer's replayed steps; ``None`` if its steps cannot be replayed.
+    """Return the attention options of a layer's replayed steps; ``None`` if its steps cannot be replayed: it asks for
+    more than plain causal attention, for attention matrices or sinks, or does not tell its scaling.
 
     Args:
         attention: the layer's attention.
-        told: the keyword arguments of `attention_forward` that are the same in every step.
+        told: the keyword arguments that the layer gives `attention_forward` in every step.
     """
     if not is_known(attention, **told) or told.get("output_attentions") or told.get("s_aux") is not None:
         return None
@@ -336,8 +341,8 @@ def _run(
     attend: Attend,
     calls: FusedCalls,
 ) -> Tensor | None:
-    """Compute a layer's output for one token per row, around a given attention; ``None`` if the kernel cannot compute
-    the part before it.
+    """Return a decoder layer's output, residuals included, for one token per row, around a given attention; ``None`` if
+    the kernel cannot compute the part before it. The part behind it is computed by modules where the kernel cannot.
     """
     heads = calls.before(x, angles)
     if heads is None:
@@ -366,8 +371,8 @@ class FusedLayer(nn.Module):
         return super().forward(*args, **kwargs) if out is None else out
 
     def calls(self, rotary_dim: int) -> FusedCalls | None:
-        """Return the kernel calls of this layer, made anew if modules or weights have changed; ``None`` if it can
-        have none.
+        """Return the kernel calls of this layer, kept and made anew if modules or weights have changed; ``None`` if its
+        parts can no longer be fused, or it is not as it was tried.
 
         Args:
             rotary_dim: number of dims of a head that are rotated, if the layer rotates.
@@ -380,12 +385,16 @@ class FusedLayer(nn.Module):
         return calls
 
     def _is_as_tried(self) -> bool:
-        """Return whether the layer and its attention are still as they were when it was tried."""
+        """Return whether the layer's plain values, and the ``forward`` of its class and its attention's, are those that
+        it was tried with.
+        """
         now = type(_any(self).self_attn).forward
         return is_as_tried(self) and vars(self).setdefault(FORWARD, now) is now
 
     def _decode_step(self, x: Tensor, **kwargs: Any) -> Tensor | None:
-        """Run a decode step through the kernel; return ``None`` for any other step."""
+        """Run a decode step of one token per row with kvkeep's cache through the kernel, and return the layer's output;
+        ``None`` for any other step, and where the kernel cannot.
+        """
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache):
             return None
@@ -419,7 +428,7 @@ def rotary_dim_of(angles: layer_ops.Angles | None) -> int:
 
 
 def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
-    """Fuse a decoder layer in place. Return whether that was possible.
+    """Fuse a decoder layer in place. Return whether it was fused now; any other module stays as it is.
 
     It is fused if its parts are, it has no other weights, and its outputs on random numbers are the kernel's.
 
@@ -453,8 +462,8 @@ def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
 
 
 def _twin(layer: nn.Module) -> Any:
-    """Return a copy of a layer for a trial, with its own configuration, since other threads may be running the
-    layer.
+    """Return a copy of a layer for a trial, whose attention has its own configuration, since other threads may be
+    running the layer. All other parts and all weights are shared.
     """
     twin, attention = copy.copy(layer), copy.copy(_any(layer).self_attn)
     vars(attention)["config"] = copy.deepcopy(attention.config)
@@ -510,7 +519,7 @@ class _Trial:
         """Run the layer's own code, with random numbers for attention's output, and record what it passes to
         attention.
 
-        Return whether the layer has called the cache and attention once each.
+        Return whether the layer has called the cache and attention once each, the latter for itself and without a mask.
         """
         cache = _Handed()
         calls: list[tuple[Any, ...]] = []
@@ -530,7 +539,9 @@ class _Trial:
         return module is self._attention and mask is None
 
     def rules(self) -> Iterator[LayerRule]:
-        """Yield what may be the layer's computation; nothing if the kernel does not have its activation."""
+        """Yield the rules that the layer may follow, with and without rotation and scaled queries; none if the kernel
+        does not have its activation.
+        """
         own, scaling = self._parts.activation, vars(self._attention).get("scaling")
         activation = vars(self._parts.feed)["_activation"] if own is None else activation_of(own)
         if activation is None:
@@ -540,7 +551,9 @@ class _Trial:
                 yield LayerRule(is_rotated, query_scale, activation)
 
     def follows(self, rule: LayerRule) -> bool:
-        """Return whether the kernel computes what the layer has computed."""
+        """Return whether the kernel, under this rule, computes the query, key, value and output that the layer has
+        computed.
+        """
         same: list[bool] = []
 
         def compare(*heads: Tensor) -> Tensor:
@@ -555,8 +568,8 @@ class _Trial:
 
 @torch.inference_mode()
 def _tried(layer: nn.Module, parts: FusedParts) -> tuple[dict[str, Any], LayerRule] | None:
-    """Try the kernel on a layer. Return the arguments that the layer always passes to attention, and its rule; ``None``
-    if the kernel's outputs differ.
+    """Try the kernel on a layer. Return the keyword arguments that the layer passes to attention, and its rule;
+    ``None`` if the kernel's outputs differ, an argument is no plain value, or the layer's code raises an error.
     """
     try:
         trial = _Trial(layer, parts, SCALES)
@@ -586,7 +599,9 @@ class _Handed:
 
 @contextmanager
 def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace a model's attention by a function, in the context."""
+    """Let layers with this very configuration object call a function in place of attention, in the context. What the
+    function returns is attention's output.
+    """
     before, token = config._attn_implementation, _recorded.set(attention)
     config._attn_implementation = _RECORDER
     try:

@@ -52,8 +52,8 @@ class FusedQKV:
         self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
 
     def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
-        """Return one projection of ``x``; ``None`` if the kernel has not computed it. The first projection's call
-        computes all three, and the others are handed out once each.
+        """Return the output of one of the projections for ``x``; ``None`` if the kernel has not computed it. The first
+        projection's call computes all three, and the others are handed out once each, for the very same tensor.
         """
         if layer is not self._layers[0]:
             asked, others = self._held
@@ -191,7 +191,7 @@ def epsilon_of(norm: nn.Module) -> object:
 
 def norm_of(norm: FusedNorm) -> layer_ops.Norm | None:
     """Return a fused norm in the form that the kernel takes; ``None`` if it has no weight any more, or does not say
-    what it adds to the mean.
+    what it adds to the mean, as a float.
     """
     epsilon, weight = epsilon_of(norm), norm._parameters.get("weight")
     if weight is None or not isinstance(epsilon, float):
@@ -214,14 +214,14 @@ class PromptHook:
         self._hook = hook
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Call the hook, except in a trial."""
+        """Call the hook that this object was made of, unless a decoder is being tried, see `TRIAL`."""
         if not TRIAL.get():
             self._hook(module, args, output)
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Return whether calling a module runs more than its class's ``forward``: a hook, other than a `PromptHook`, or a
-    ``forward`` of its own.
+    """Return whether calling a module runs more than its class's ``forward``: a hook, its own or one of all modules,
+    other than a `PromptHook`, or a ``forward`` of its own; also if somebody has replaced ``nn.Linear.forward``.
     """
     hooks = module._forward_hooks
     if hooks and any(type(hook) is not PromptHook for hook in hooks.values()):
@@ -245,7 +245,9 @@ name "" stands for the child's class."""
 
 
 def described(module: nn.Module) -> Described:
-    """Return the plain values and functions on which a module's output may depend besides its weights."""
+    """Return the plain values and functions on which a module's output may depend besides its weights: the attributes
+    of the module and of its children without parameters, and the classes of these children.
+    """
     entries: list[tuple[str, str, object]] = []
     for name, part in [("", module), *module._modules.items()]:
         # norms and linear layers are left out: what they are told is read anew in each step
@@ -262,8 +264,8 @@ def described(module: nn.Module) -> Described:
 
 
 def is_as_tried(module: nn.Module) -> bool:
-    """Return whether a fused module still has the values with which it was tried; otherwise the trial proves
-    nothing.
+    """Return whether a fused module still has the values that `described` found when it was fused, and its class the
+    same ``forward``; otherwise the trial proves nothing.
     """
     for name, key, value in vars(module)["as_tried"]:
         part = module._modules.get(name) if name else module
@@ -291,8 +293,8 @@ def has_own_forward(module: nn.Module) -> bool:
 def alike(module: nn.Module) -> tuple[object, ...]:
     """Return a key that is equal for modules that differ in their weights alone, so that one trial is enough for all.
 
-    It has the classes, shapes and attributes of all parts. An object that is no plain value is only equal to itself,
-    as a configuration is that all layers share; and so is a module with buffers.
+    It has the classes, shapes and attributes of all parts, except the layer's number. An object that is no plain value
+    is only equal to itself, as a configuration is that all layers share; and so is a module with buffers.
     """
     key: list[object] = []
     for name, part in module.named_modules():
@@ -323,8 +325,16 @@ def agrees(
 ) -> bool:
     """Return whether the kernel gives the outputs of a module on random numbers of several sizes, up to rounding.
 
-    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show. A module that
-    fails on such input does not match. ``mean`` is that of the numbers before they are scaled.
+    One size for each layer in ``reach`` makes its outputs so large that limits on them would show. A module that fails
+    on such input does not match.
+
+    Args:
+        module: the module.
+        weight: one of its weights, whose dtype the numbers have.
+        width: of a vector that it takes.
+        kernel: returns what the kernel makes of the numbers; ``None``: it cannot.
+        reach: linear layers that read the numbers.
+        mean: of the numbers before they are scaled.
     """
     draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
     layers = [layer for layer in reach if layer is not None]
@@ -342,7 +352,7 @@ def agrees(
 
 
 def activation_of(module: nn.Module) -> int | None:
-    """Return the number of the kernel's activation that a module computes; ``None`` if it is none of them.
+    """Return which of `layer_ops.ACTIVATIONS` a module computes; ``None`` if it is none of them.
 
     It is tried in float32, whatever the model's dtype, since rounding hides the differences of some.
     """
@@ -359,7 +369,9 @@ def activation_of(module: nn.Module) -> int | None:
 
 
 def is_close(found: Tensor, expected: object) -> bool:
-    """Return whether a tensor equals another one up to the rounding of its dtype."""
+    """Return whether a tensor equals another one of its shape and dtype up to rounding: by `TOLERANCE`, for each number
+    as a share of the largest in its row.
+    """
     if not isinstance(expected, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     limit = TOLERANCE[found.dtype] * expected.float().abs().amax(dim=-1, keepdim=True)
@@ -369,7 +381,7 @@ def is_close(found: Tensor, expected: object) -> bool:
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     """Return a cached subclass of a module's class in which the mixin's ``forward`` comes first.
 
-    It has the name of the module's class, by which other libraries know it.
+    It has the name of the module's class, by which other libraries know it, and that class itself as ``plain``.
     """
     key = mixin, kind, kind.forward  # a function that is put into the class later would not be called
     if key not in _MIXED:
@@ -406,8 +418,8 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
 
 
 def fuse_head(model: Any) -> None:
-    """Change the class of the fused layer that computes a model's logits, in place, to fit its dtype: `FusedHead` in
-    half precision, else `FusedLinear`, which can be packed. Other layers stay as they are.
+    """Change the class of the linear layer that computes a model's logits, if it is fused already, in place, to fit its
+    dtype: `FusedHead` in half precision, else `FusedLinear`, which can be packed. Other layers stay as they are.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, FusedLinear | FusedHead):
@@ -429,7 +441,9 @@ def is_still(module: nn.Module) -> bool:
 
 
 def is_kernels(weight: object) -> bool:
-    """Return whether the kernel runs on this processor and can read a weight."""
+    """Return whether the kernel runs on this processor and can read a weight: a contiguous tensor on the CPU, in a
+    dtype that trials know.
+    """
     if not layer_ops.is_readable(weight) or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
     return weight.is_cpu and choose(weight.device, weight.dtype).has_layer_ops

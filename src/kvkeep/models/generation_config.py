@@ -51,7 +51,8 @@ def check_generation_config(name: str) -> None:
         name: a folder, or a hub name.
 
     Raises:
-        ModelFileError: the file is not a JSON object, or its end tokens or banned tokens are not whole numbers.
+        ModelFileError: the file is not a JSON object, transformers refuses its values, or its end tokens or banned
+            tokens are no token ids.
     """
     path = optional(name, GENERATION_CONFIG)
     if path is None:
@@ -93,7 +94,7 @@ def ends_of(
     Args:
         model: its generation config names some.
         tokenizer: names one more. Those of the model's configuration count if they are special tokens here, since
-            transformers fills in a number where the file has none.
+            transformers fills in a number where the file has none; without a tokenizer they do not count.
         chat: whether the text is an answer in a conversation, which the chat template ends with a token of its own.
     """
     found = _listed_ids(getattr(model.generation_config, "eos_token_id", None))
@@ -162,7 +163,8 @@ _SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_toke
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return a setting that must be a list of token ids; empty for ``None``.
+    """Return the value of a setting that must be a list of token ids, as a tuple; ``()`` for ``None``. The setting is
+    named for the message.
 
     Raises:
         InputError: it is something else.
@@ -177,8 +179,8 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _asked(model: PreTrainedModel) -> dict[str, object]:
-    """Return the generation settings that differ from transformers' defaults and that kvkeep neither obeys nor has
-    options for.
+    """Return the settings of a model's generation config, by name, that differ from transformers' defaults and that
+    kvkeep neither obeys nor has options for.
     """
     usual = GenerationConfig._get_default_generation_params()
     given = model.generation_config.to_diff_dict()

@@ -112,18 +112,20 @@ class GGUFFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that ``auto`` stands for: the file's own, or bfloat16 if some tensors are packed."""
+        """Return the dtype that ``auto`` stands for: bfloat16 if some tensors are packed or of that type, else float16
+        if some are of that type, else float32.
+        """
         types = self.types()
         if self.is_packed or "BF16" in types:
             return torch.bfloat16
         return torch.float16 if "F16" in types else torch.float32
 
     def has(self, key: str) -> bool:
-        """Return whether the file has a value under this key of its architecture."""
+        """Return whether the file has a value under this key, which is named without the architecture before it."""
         return f"{self.architecture}.{key}" in self.metadata
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a non-negative integer from the metadata.
+        """Return an integer from the metadata, from 0 to below 2**31.
 
         Args:
             key: its name, without the architecture before it.
@@ -136,7 +138,7 @@ class GGUFFile:
         return self._value(key, default, lambda value: isinstance(value, int) and 0 <= value < 2**31, "a whole number")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number from the metadata, see `integer`."""
+        """Return a finite number from the metadata, rounded by `short_float`; see `integer`."""
         found = self._value(
             key, default, lambda value: isinstance(value, int | float) and math.isfinite(value), "a number"
         )
@@ -151,8 +153,14 @@ class GGUFFile:
         return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
 
     def _value(self, key: str, default: _T | None, fits: Callable[[Any], bool], kind: str) -> _T:
-        """Return a value from the metadata, after checking its type. A list with one value per layer must have equal
-        values.
+        """Return the value of a key of the architecture, or of one that begins with ``tokenizer.``, after checking it.
+        A list with one value per layer must have equal values, of which one is returned.
+
+        Args:
+            key: its name, without the architecture before it.
+            default: the value if the file has none; ``None``: it must have one.
+            fits: whether a value is of the right type.
+            kind: that type in words, for the message.
 
         Raises:
             ModelFileError: the value is missing, or of another type.
@@ -175,7 +183,7 @@ class GGUFFile:
         return value  # type: ignore[no-any-return]  # `fits` says so
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor.
+        """Return the shape of the tensor of this name in the file, the innermost dimension last.
 
         Raises:
             ModelFileError: there is no such tensor.
@@ -187,7 +195,7 @@ class GGUFFile:
 
 def short_float(value: float) -> float:
     """Return the decimal number with the fewest digits that is the same in float32: files hold 1e-5 as
-    9.999999747378752e-06.
+    9.999999747378752e-06. A number that float32 does not have is returned as it is.
     """
     short = float(str(np.float32(value)))
     return short if np.float32(value) == value else value
@@ -210,10 +218,17 @@ def read(path: str | Path) -> GGUFFile:
 
 @functools.lru_cache(maxsize=2)
 def _read(parts: tuple[Path, ...], _state: tuple[tuple[int, int], ...]) -> GGUFFile:
-    """Read the parts of a file; the configuration, the tokenizer and the weights ask one after the other.
+    """Read the metadata and the table of tensors of a file from its parts; cached, since the configuration, the
+    tokenizer and the weights ask one after the other.
+
+    Args:
+        parts: the paths.
+        _state: time and size of each, so that a file that has changed is read anew.
 
     Raises:
-        ModelFileError: a part is damaged or belongs elsewhere, or two tensors have one name.
+        ModelFileError: a part is damaged or belongs elsewhere, two tensors have one name, or there are none.
+        UnsupportedModelError: it holds no language model, or a tensor of a type that cannot be unpacked.
+        InputError: the package gguf is not installed.
     """
     path, tensors = parts[0], dict[str, TensorInfo]()
     metadata: Mapping[str, Any] = {}
@@ -282,10 +297,12 @@ class _Reader:
         self._at = 0
 
     def read(self) -> tuple[dict[str, Any], list[tuple[str, TensorInfo]]]:
-        """Read the whole header. Return the metadata, and the tensors by name.
+        """Read the whole header. Return the metadata, and the tensors with their names, in the file's order.
 
         Raises:
             ValueError: the file is not GGUF, of another version, damaged or cut off.
+            UnsupportedModelError: a tensor has a type that cannot be unpacked.
+            InputError: the package gguf is not installed.
         """
         magic, version, tensors, values = _HEADER.unpack(self._take(_HEADER.size))
         if magic != GGUF_MAGIC:
@@ -365,8 +382,8 @@ class _Reader:
         return [self._string() for _ in range(self._count(count, at_least=8))]  # 8: the length of an empty one
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read the description of a tensor: name, shape in torch's order, number of its type, and offset of its
-        data.
+        """Read the description of a tensor: name, shape in torch's order, number of its type, and offset of its data
+        from where data begin.
 
         Raises:
             ValueError: it has no dimensions, or too many.
@@ -381,6 +398,10 @@ class _Reader:
         self, table: Iterable[tuple[str, tuple[int, ...], int, int]], alignment: object
     ) -> list[tuple[str, TensorInfo]]:
         """Return the described tensors with the range of bytes of each, after checking that it lies in the file.
+
+        Args:
+            table: what `_tensor` has read.
+            alignment: data begin at the first multiple of it behind the header.
 
         Raises:
             ValueError: a range reaches beyond the file, or a shape or the alignment is impossible.
@@ -402,7 +423,8 @@ class _Reader:
 
 
 def _layout(path: Path, name: str, number: int) -> tuple[str, int, int]:
-    """Return the name of a tensor type, and the numbers of weights and of bytes in one of its blocks.
+    """Return the name of a tensor type by its number, and how many weights and bytes one of its blocks has. File and
+    tensor are named for the message.
 
     Raises:
         UnsupportedModelError: the type cannot be unpacked.
@@ -432,10 +454,10 @@ def _unpacks(kind: Any) -> bool:
 
 
 def _package(path: Path) -> Any:
-    """Return the package gguf, or say how to install it.
+    """Import and return the package gguf. The file is named for the message.
 
     Raises:
-        InputError: it is not installed.
+        InputError: it is not installed; the message says how.
     """
     if find_spec("gguf") is None:
         raise InputError(
@@ -450,7 +472,8 @@ def _package(path: Path) -> Any:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the parts of a split file in their order; of another file, the file itself.
+    """Return the paths of all parts of a split file in their order, whichever part is given; of another file, the file
+    itself.
 
     Raises:
         ModelFileError: a part is missing.
@@ -480,7 +503,9 @@ def part_names(name: str) -> list[str]:
 
 
 def choices(names: Iterable[str]) -> list[str]:
-    """Return the models among the names of files: of a split file the first part, and no tower of images."""
+    """Return the models among the names of files, sorted: those of GGUF files, of a split one the first part, and no
+    tower of images.
+    """
     return sorted(name for name in names if _is_choice(name))
 
 
@@ -491,7 +516,8 @@ def _is_choice(name: str) -> bool:
 
 
 def in_folder(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder that holds no checkpoint of transformers; ``None`` if there is none.
+    """Return the one model among the GGUF files of a folder, of a split file the first part; ``None`` if there is none,
+    or if the folder holds safetensors with a config.json.
 
     Raises:
         ModelFileError: there are several.
@@ -505,7 +531,8 @@ def in_folder(folder: Path) -> Path | None:
 
 
 def chosen(repository: str, names: Iterable[str], wanted: str) -> str:
-    """Return the one file of a repository with this name, or with this quantisation in its name, such as ``Q4_K_M``.
+    """Return the one model among a repository's files that has this name, with or without the end ``.gguf``, or else
+    this quantisation at the end of its name, such as ``Q4_K_M``; of a split file the first part.
 
     Raises:
         ModelFileError: no file has that name, or several do.
@@ -536,7 +563,7 @@ def _shown(names: list[str], most: int = 12) -> str:
 
 
 def values(tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
-    """Return the values of a tensor in a plain dtype, unpacked if need be.
+    """Read the values of a tensor, unpack them if need be, and return them in its shape and a plain dtype.
 
     Raises:
         ModelFileError: the file has become shorter.
@@ -555,10 +582,10 @@ def values(tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> QuantizedTensor:
-    """Return a matrix as the native kernel reads it: its blocks are rearranged, and no value changes.
+    """Read a matrix, and return it as the native kernel reads it: its blocks are rearranged, and no value changes.
 
     Args:
-        tensor: the matrix.
+        tensor: the matrix, of one of `gguf_blocks.TYPES`.
         dtype: of the numbers that it stands for.
         heads: into how many groups the rows fall that are stored in the order of another rotation; 0 for none.
 
@@ -582,7 +609,7 @@ def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> Quantiz
 
 
 def _chunks(tensor: TensorInfo, size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Yield the stored bytes of a tensor, a part at a time.
+    """Yield the stored bytes of a tensor, ``size`` at a time; the last part may be shorter.
 
     Raises:
         ModelFileError: the file has become shorter.
@@ -597,7 +624,9 @@ def _chunks(tensor: TensorInfo, size: int) -> Iterator[np.ndarray[Any, np.dtype[
 
 
 def _unpacked(stored: np.ndarray[Any, np.dtype[np.uint8]], name: str, kind: Any) -> Tensor:
-    """Return the numbers in some blocks, as a flat tensor."""
+    """Return the numbers in the stored bytes of whole blocks, as a flat tensor: plain types in their own dtype, others
+    unpacked.
+    """
     import gguf
 
     if name in FLOATS:

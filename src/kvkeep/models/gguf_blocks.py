@@ -40,13 +40,15 @@ def _half(columns: _Array) -> _Array:
 
 
 def _nibbles(stored: _Array, width: int) -> _Array:
-    """Return codes of 4 bits: of ``width`` bytes first all lower halves, then all upper ones."""
+    """Return codes of 4 bits, a row for each block: of ``width`` bytes first all lower halves, then all upper ones."""
     codes: _Array = (stored.reshape(len(stored), -1, 1, width) >> np.array([0, 4], np.uint8).reshape(2, 1)) & 15
     return codes.reshape(len(stored), -1)
 
 
 def _upper_bits(stored: _Array, bits: int, width: int) -> _Array:
-    """Return the upper bits of codes, of which ``width`` bytes hold 8 / ``bits`` each: first all lowest ones."""
+    """Return the ``bits`` bits that are stored of each code, a row for each block: of ``width`` bytes first the lowest
+    bits of all, then the next ones.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
     codes: _Array = (stored.reshape(len(stored), -1, 1, width) >> shifts) & (2**bits - 1)
     return codes.reshape(len(stored), -1)
@@ -59,52 +61,52 @@ def _one_bit(stored: _Array) -> _Array:
 
 
 def _q4_0(blocks: _Array) -> _Parts:
-    """Take blocks of Q4_0 apart."""
+    """Return the codes, scales and minimums of stored blocks of Q4_0, a row for each block."""
     scale = _half(blocks[:, :2])
     # codes are stored with 8 added, so the smallest number is -8 times the scale
     return _nibbles(blocks[:, 2:], 16), scale, -8 * scale
 
 
 def _q4_1(blocks: _Array) -> _Parts:
-    """Take blocks of Q4_1 apart."""
+    """Return the codes, scales and minimums of stored blocks of Q4_1, a row for each block."""
     return _nibbles(blocks[:, 4:], 16), _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
 def _q5_0(blocks: _Array) -> _Parts:
-    """Take blocks of Q5_0 apart."""
+    """Return the codes, scales and minimums of stored blocks of Q5_0, a row for each block."""
     scale = _half(blocks[:, :2])  # codes are stored with 16 added
     return _nibbles(blocks[:, 6:], 16) | _one_bit(blocks[:, 2:6]) << 4, scale, -16 * scale
 
 
 def _q5_1(blocks: _Array) -> _Parts:
-    """Take blocks of Q5_1 apart."""
+    """Return the codes, scales and minimums of stored blocks of Q5_1, a row for each block."""
     codes = _nibbles(blocks[:, 8:], 16) | _one_bit(blocks[:, 4:8]) << 4
     return codes, _half(blocks[:, :2]), _half(blocks[:, 2:4])
 
 
 def _q8_0(blocks: _Array) -> _Parts:
-    """Take blocks of Q8_0 apart."""
+    """Return the codes, scales and minimums of stored blocks of Q8_0, a row for each block."""
     scale = _half(blocks[:, :2])
     return blocks[:, 2:] ^ 128, scale, -128 * scale  # signed codes as unsigned ones
 
 
 def _q2_k(blocks: _Array) -> _Parts:
-    """Take blocks of Q2_K apart."""
+    """Return the codes, scales and minimums of stored blocks of Q2_K, a row for each block."""
     levels, stored, scale, minimum = np.hsplit(blocks, [16, 80, 82])
     return _upper_bits(stored, 2, 32), _half(scale) * (levels & 15), -_half(minimum) * (levels >> 4)
 
 
 def _q3_k(blocks: _Array) -> _Parts:
-    """Take blocks of Q3_K apart."""
+    """Return the codes, scales and minimums of stored blocks of Q3_K, a row for each block."""
     upper, stored, levels, scale = np.hsplit(blocks, [32, 96, 108])
     lowest = _nibbles(levels[:, :8], 8)
     highest = _upper_bits(levels[:, 8:], 2, 4)
     scales = _half(scale) * ((lowest | highest << 4).astype(np.float32) - 32)  # of 6 bits with 32 added
-    return _upper_bits(stored, 2, 32) | _upper_bits(upper, 1, 32) << 2, scales, -4 * scales
+    return _upper_bits(stored, 2, 32) | _upper_bits(upper, 1, 32) << 2, scales, -4 * scales  # codes with 4 added
 
 
 def _levels(stored: _Array) -> tuple[_Array, _Array]:
-    """Unpack the 6-bit scales and minimums of Q4_K and Q5_K."""
+    """Return the eight 6-bit scales, and the eight minimums, that 12 bytes of each block of Q4_K or Q5_K hold."""
     # of the last four, the lower bits share the last four bytes, and the two upper bits lie above the first four's
     first, second, third = np.hsplit(stored, 3)
     scales = np.hstack((first & 63, (third & 15) | ((first >> 2) & 48)))
@@ -112,14 +114,14 @@ def _levels(stored: _Array) -> tuple[_Array, _Array]:
 
 
 def _q4_k(blocks: _Array) -> _Parts:
-    """Take blocks of Q4_K apart."""
+    """Return the codes, scales and minimums of stored blocks of Q4_K, a row for each block."""
     scale, minimum, levels, stored = np.hsplit(blocks, [2, 4, 16])
     scales, minimums = _levels(levels)
     return _nibbles(stored, 32), _half(scale) * scales, -_half(minimum) * minimums
 
 
 def _q5_k(blocks: _Array) -> _Parts:
-    """Take blocks of Q5_K apart."""
+    """Return the codes, scales and minimums of stored blocks of Q5_K, a row for each block."""
     scale, minimum, levels, upper, stored = np.hsplit(blocks, [2, 4, 16, 48])
     scales, minimums = _levels(levels)
     codes = _nibbles(stored, 32) | _upper_bits(upper, 1, 32) << 4
@@ -127,10 +129,10 @@ def _q5_k(blocks: _Array) -> _Parts:
 
 
 def _q6_k(blocks: _Array) -> _Parts:
-    """Take blocks of Q6_K apart."""
+    """Return the codes, scales and minimums of stored blocks of Q6_K, a row for each block."""
     lower, upper, levels, scale = np.hsplit(blocks, [128, 192, 208])
     scales = _half(scale) * levels.view(np.int8)
-    return _nibbles(lower, 64) | _upper_bits(upper, 2, 32) << 4, scales, -32 * scales
+    return _nibbles(lower, 64) | _upper_bits(upper, 2, 32) << 4, scales, -32 * scales  # codes with 32 added
 
 
 TYPES = {
@@ -149,7 +151,7 @@ TYPES = {
 
 
 def split(kind: BlockType, stored: _Array, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes, scales and minimums of the blocks of some rows, one row of each for every row.
+    """Return the codes, scales and minimums of the blocks of some rows of a matrix, one row of each for every row.
 
     Args:
         kind: one of `TYPES`.

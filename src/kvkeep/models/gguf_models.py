@@ -58,7 +58,7 @@ class Family:
 
 
 def _llama(file: GGUFFile) -> Fields:
-    """Return the fields of Llama and Mixtral."""
+    """Return the fields of transformers' configuration that are Llama and Mixtral's own, as a file has them."""
     fields = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
     if experts := file.integer("expert_count", 0):
         return {
@@ -71,7 +71,7 @@ def _llama(file: GGUFFile) -> Fields:
 
 
 def _granite(file: GGUFFile) -> Fields:
-    """Return the fields of Granite."""
+    """Return the fields of transformers' configuration that are Granite's own, as a file has them."""
     return {
         **_llama(file),
         "embedding_multiplier": file.number("embedding_scale", 1.0),
@@ -85,7 +85,7 @@ def _used(file: GGUFFile) -> int:
     """Return the number of experts that each token is routed to.
 
     Raises:
-        ModelFileError: there are not so many.
+        ModelFileError: it is not 1 or more, or there are not so many experts.
     """
     used, experts = file.integer("expert_used_count"), file.integer("expert_count")
     if not 1 <= used <= experts:
@@ -94,7 +94,7 @@ def _used(file: GGUFFile) -> int:
 
 
 def _experts(file: GGUFFile) -> Fields:
-    """Return the fields that all mixtures of experts of Qwen have."""
+    """Return the fields of transformers' configuration about experts that all mixtures of experts of Qwen have."""
     return {
         "num_experts": file.integer("expert_count"),
         "num_experts_per_tok": _used(file),
@@ -106,26 +106,26 @@ def _experts(file: GGUFFile) -> Fields:
 
 
 def _qwen2_moe(file: GGUFFile) -> Fields:
-    """Return the fields of Qwen2-MoE."""
+    """Return the fields of transformers' configuration that are Qwen2-MoE's own, as a file has them."""
     width = file.shape("blk.0.ffn_down_shexp.weight")[-1]
     # norm_topk_prob: files do not say it, and llama.cpp has one value for each of the two families
     return {**_experts(file), "shared_expert_intermediate_size": width, "norm_topk_prob": False}
 
 
 def _qwen3_moe(file: GGUFFile) -> Fields:
-    """Return the fields of Qwen3-MoE."""
+    """Return the fields of transformers' configuration that are Qwen3-MoE's own, as a file has them."""
     return {**_experts(file), "norm_topk_prob": True}
 
 
 def _phi3(file: GGUFFile) -> Fields:
-    """Return the fields of Phi-3."""
+    """Return the fields of transformers' configuration that are Phi-3's own, as a file has them."""
     trained = file.integer("rope.scaling.original_context_length", file.integer("context_length"))
     window = file.integer("attention.sliding_window", 0)
     return {"sliding_window": window or None, "original_max_position_embeddings": trained}
 
 
 def _gemma2(file: GGUFFile) -> Fields:
-    """Return the fields of Gemma 2."""
+    """Return the fields of transformers' configuration that are Gemma 2's own, as a file has them."""
     return {
         "sliding_window": file.integer("attention.sliding_window"),
         "attn_logit_softcapping": file.number("attn_logit_softcapping", 50.0),
@@ -135,7 +135,7 @@ def _gemma2(file: GGUFFile) -> Fields:
 
 
 def _gemma3(file: GGUFFile) -> Fields:
-    """Return the fields of Gemma 3."""
+    """Return the fields of transformers' configuration that are Gemma 3's own, as a file has them."""
     cap = file.number("final_logit_softcapping", 0.0)
     window = file.integer("attention.sliding_window", 0)
     return {
@@ -152,8 +152,8 @@ def _gemma3(file: GGUFFile) -> Fields:
 
 
 def _query_scalar(file: GGUFFile, largest: int) -> int:
-    """Return Gemma's ``query_pre_attn_scalar``, which differs in the family's largest model: the one with ``largest``
-    layers.
+    """Return Gemma's ``query_pre_attn_scalar``: the width of a head, or in the family's largest model, the one with
+    ``largest`` layers, the width of a token's vector by the number of heads.
     """
     if file.integer("block_count") == largest:
         return file.integer("embedding_length") // file.integer("attention.head_count")
@@ -161,7 +161,7 @@ def _query_scalar(file: GGUFFile, largest: int) -> int:
 
 
 def _gpt2(file: GGUFFile) -> Fields:
-    """Return the fields of GPT-2, which have other names."""
+    """Return the fields of transformers' configuration that GPT-2 has under names of its own, as a file has them."""
     return {
         "n_embd": file.integer("embedding_length"),
         "n_layer": file.integer("block_count"),
@@ -172,27 +172,29 @@ def _gpt2(file: GGUFFile) -> Fields:
 
 
 def _starcoder2(file: GGUFFile) -> Fields:
-    """Return the fields of StarCoder 2."""
+    """Return the fields of transformers' configuration that are StarCoder 2's own, as a file has them."""
     return {"use_bias": "blk.0.attn_q.bias" in file.tensors, "sliding_window": None}
 
 
 def _stablelm(file: GGUFFile) -> Fields:
-    """Return the fields of StableLM."""
+    """Return the fields of transformers' configuration that are StableLM's own, as a file has them."""
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
-        "qk_layernorm": False,
+        "qk_layernorm": False,  # the norms of a file that has some are left over, and so refused
         "partial_rotary_factor": _rotated(file),
     }
 
 
 def _nemotron(file: GGUFFile) -> Fields:
-    """Return the fields of Nemotron."""
+    """Return the fields of transformers' configuration that are Nemotron's own, as a file has them."""
     return {**_llama(file), "hidden_act": "relu2", "partial_rotary_factor": _rotated(file)}
 
 
 def _lfm2(file: GGUFFile) -> Fields:
-    """Return the fields of LFM2, whose layers are attention or convolution."""
+    """Return the fields of transformers' configuration that are LFM2's own, whose layers are attention or
+    convolution.
+    """
     heads = file.metadata["lfm2.attention.head_count_kv"]
     kinds = ["full_attention" if number else "conv" for number in heads] if isinstance(heads, list) else None
     return {
@@ -204,7 +206,8 @@ def _lfm2(file: GGUFFile) -> Fields:
 
 
 def _qwen35(file: GGUFFile) -> Fields:
-    """Return the fields of Qwen3.5, whose layers are full or linear attention.
+    """Return the fields of transformers' configuration that are Qwen3.5's own, whose layers are full or linear
+    attention.
 
     Raises:
         ModelFileError: the file names no heads of linear attention, or no sections of rotary dims.
@@ -332,7 +335,7 @@ def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
 
 
 def number_of_layers(file: GGUFFile) -> int:
-    """Return the number of layers.
+    """Return the number of layers of the model in a file, those that predict further tokens left out.
 
     Raises:
         ModelFileError: the file has no tensor of the last one.
@@ -344,7 +347,12 @@ def number_of_layers(file: GGUFFile) -> int:
 
 
 def _kv_heads(file: GGUFFile, heads: int) -> int:
-    """Return the number of KV heads of a layer. Layers without attention are listed with 0."""
+    """Return the number of KV heads of the layers with attention; ``heads``, the query's, if the file does not say. A
+    file may list each layer, those without attention with 0.
+
+    Raises:
+        UnsupportedModelError: it differs between layers.
+    """
     key = "attention.head_count_kv"
     listed = file.metadata.get(f"{file.architecture}.{key}")
     if isinstance(listed, list) and len(numbers := set(listed) - {0}) == 1:
@@ -355,7 +363,7 @@ def _kv_heads(file: GGUFFile, heads: int) -> int:
 
 
 def _head_dim(file: GGUFFile) -> int:
-    """Return the width of a head.
+    """Return the width of a query's and a key's head.
 
     Raises:
         ModelFileError: the file names no heads.
@@ -367,7 +375,7 @@ def _head_dim(file: GGUFFile) -> int:
 
 
 def _rotated(file: GGUFFile) -> float:
-    """Return the share of a head's dims that rotate.
+    """Return the share of a head's dims that rotate, over 0 and up to 1.
 
     Raises:
         UnsupportedModelError: it is no share, or not all of it where transformers' model rotates all.
@@ -388,6 +396,7 @@ def _rotation(file: GGUFFile) -> Fields:
     Raises:
         UnsupportedModelError: the frequencies are scaled in a way that kvkeep does not read.
     """
+    # files may leave out what is llama.cpp's default
     fields: Fields = {"rope_type": "default", "rope_theta": file.number("rope.freq_base", 10000.0)}
     if (share := _rotated(file)) < 1:
         fields["partial_rotary_factor"] = share
@@ -419,14 +428,19 @@ def _table(file: GGUFFile, name: str) -> list[float]:
 
 
 def _llama3(file: GGUFFile, theta: float, rotated: int) -> Fields:
-    """Return the rotary scaling of Llama 3.1 and later, recognised by the divisors of frequencies that the file
-    holds.
+    """Return the fields of the rotary scaling of Llama 3.1 and later, recognised by the divisors of frequencies that
+    the file holds.
+
+    Args:
+        file: the file.
+        theta: the base of the frequencies.
+        rotated: dims of a head that rotate.
 
     Raises:
         UnsupportedModelError: the divisors are those of another rule.
     """
     stored = torch.tensor(_table(file, _FREQUENCIES))
-    factor = float(stored.max())
+    factor = float(stored.max())  # the lowest frequencies are divided by all of it
     # the file does not say for which length its frequencies were computed, so the likely ones are tried
     for trained in (_LLAMA3["original_max_position_embeddings"], file.integer("context_length")):
         waves = 2 * math.pi * theta ** (torch.arange(0, rotated, 2).float() / rotated)

@@ -145,7 +145,8 @@ def _whole(tokens: list[str], kinds: list[int], backend: Tokenizer) -> list[str]
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """Return the texts of all tokens, and their kinds.
+    """Return the texts of all tokens of a file, by their ids, and their kinds as llama.cpp numbers them; without kinds
+    in the file all are ordinary.
 
     Raises:
         ModelFileError: there are none, or they do not fit each other.
@@ -160,7 +161,13 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
 
 
 def _special(file: GGUFFile, name: str, tokens: int) -> int | None:
-    """Return the id of the token with a role such as ``bos``; ``None`` if the file names none.
+    """Return the id of the token with a role such as ``bos``; if the file names none, the usual one of SentencePiece
+    vocabularies, or ``None`` for others.
+
+    Args:
+        file: the file.
+        name: the role.
+        tokens: number of tokens in the vocabulary.
 
     Raises:
         ModelFileError: the vocabulary has no such token.
@@ -175,7 +182,7 @@ def _special(file: GGUFFile, name: str, tokens: int) -> int | None:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """Build a byte-level BPE tokenizer from the merges that a file lists.
+    """Build a byte-level BPE tokenizer, without its special tokens, from the merges that a file lists.
 
     Raises:
         ModelFileError: there are no merges, or they do not fit the vocabulary.
@@ -233,7 +240,7 @@ def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **opt
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer, with single bytes for what has no token.
+    """Build a SentencePiece BPE tokenizer, without its special tokens, with single bytes for what has no token.
 
     A text and each part after a special token begin with a space, unless the file says otherwise.
 
@@ -259,7 +266,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Token
 
 
 def _order(file: GGUFFile, tokens: list[str], *, by_score: bool) -> list[int]:
-    """Return the token ids in the order in which merges produce the tokens.
+    """Return the ids of all tokens in the order in which merges produce the tokens: with ``by_score`` the highest score
+    first, else by their numbers.
 
     Raises:
         ModelFileError: the tokens have no scores.
@@ -276,7 +284,15 @@ def _order(file: GGUFFile, tokens: list[str], *, by_score: bool) -> list[int]:
 
 
 def _merges(tokens: list[str], kinds: list[int], order: list[int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that together are a token, in the order of those tokens."""
+    """Return all pairs of tokens that together are a token, in the given order of those tokens, and the pairs of one
+    token by the length of the first, longest first. Tokens that are unknown, control, unused or bytes have no part in
+    any.
+
+    Args:
+        tokens: the texts of all tokens.
+        kinds: their kinds.
+        order: the ids of all tokens, in some order.
+    """
     left_out = {_UNKNOWN, _CONTROL, _UNUSED, _BYTE}
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in left_out}
     return [
@@ -289,7 +305,9 @@ def _merges(tokens: list[str], kinds: list[int], order: list[int]) -> list[tuple
 
 
 def _enclose(file: GGUFFile, backend: Tokenizer, tokens: list[str]) -> None:
-    """Add the special tokens with which a text begins and ends, if the file asks for them."""
+    """Let a tokenizer put the special tokens with which a text begins and ends around texts, in place, if the file or
+    its kind asks for them.
+    """
     begins = (
         file.metadata.get("tokenizer.ggml.model") == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     )

@@ -41,8 +41,8 @@ class WeightSource(NamedTuple):
 
 
 def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
-    """Return where each parameter of a model comes from, after checking shapes, and that no tensor of the file is
-    left over.
+    """Return where each parameter of a model comes from, by its name, tied ones left out, after checking shapes, and
+    that no tensor of the file is left over, but tables of the rotation and layers that predict further tokens.
 
     Args:
         file: the file.
@@ -75,7 +75,9 @@ def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
 
 
 def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of tensors that are joined along the second dimension; ``()`` if they do not fit."""
+    """Return the shape of tensors that are joined along the second dimension, of a single one its own; ``()`` if they
+    do not fit.
+    """
     first, *others = shapes
     if not others:
         return first
@@ -119,12 +121,12 @@ def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, Weight
 
 
 def _number(parameter: str) -> str:
-    """Return the number of a parameter's layer."""
+    """Return the number of a parameter's layer, the first one in its name, as a text."""
     return next(part for part in parameter.split(".") if part.isdecimal())
 
 
 def _source(family: Family, config: Any, name: str) -> WeightSource:
-    """Return how a parameter is made from the tensor of this name."""
+    """Return how a parameter is made from the file's tensor of this name, by the family's rules."""
     heads = 0
     if family.permutes and ".attn_q." in name:
         heads = config.num_attention_heads
@@ -146,7 +148,7 @@ def _source(family: Family, config: Any, name: str) -> WeightSource:
 def state_dict(
     file: GGUFFile, model: PreTrainedModel, dtype: torch.dtype, *, packed: bool = False
 ) -> dict[str, Tensor]:
-    """Return the values of a model's parameters in one dtype and in transformers' layout.
+    """Read the values of a model's parameters, and return them by name, in one dtype and in transformers' layout.
 
     Args:
         file: the file.
@@ -169,7 +171,8 @@ def state_dict(
 
 
 def packed_bytes(file: GGUFFile, model: PreTrainedModel) -> int:
-    """Return how many bytes a model's weights will take in memory if all that can stay packed does.
+    """Return how many bytes a model's weights will take in memory if all that can stay packed does, and the rest is in
+    the file's dtype.
 
     Args:
         file: the file.
@@ -191,7 +194,7 @@ def packed_bytes(file: GGUFFile, model: PreTrainedModel) -> int:
 
 
 def _packable(file: GGUFFile, model: PreTrainedModel, found: Mapping[str, WeightSource]) -> set[str]:
-    """Return the parameters that can stay packed as the file has them."""
+    """Return the names of the parameters that can stay packed as the file has them: of linear layers and embeddings."""
     layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding))
     matrices = {f"{name}.weight" for name in layers}
     return {name for name, source in found.items() if name in matrices and _stays_packed(file, source)}
@@ -205,7 +208,7 @@ def _stays_packed(file: GGUFFile, source: WeightSource) -> bool:
 
 
 def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
-    """Return a parameter's values, with the file's changes to them undone."""
+    """Read a parameter's values, and return them in a plain dtype, with the file's changes to them undone."""
     if source.offset or source.restore is not None:
         tensor = values(file.tensors[source.names[0]], torch.float32) - source.offset
         tensor = (tensor if source.restore is None else source.restore(tensor)).to(dtype)

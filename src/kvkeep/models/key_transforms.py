@@ -59,7 +59,8 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, Transforms] = weakref.WeakKey
 
 
 def key_transforms(model: PreTrainedModel) -> Transforms:
-    """Return what is done to a model's keys before they are coded with 4 bits, by layer number.
+    """Return what is done to a model's keys before they are coded with 4 bits: for each layer's number a transform of
+    one row, the same for all texts.
 
     It is found once for each model. Where the model does not run on random tokens, nothing but
     `kvkeep.kv.slot_codec.hadamard` is done, and ``{}`` is returned.
@@ -77,7 +78,7 @@ def key_transforms(model: PreTrainedModel) -> Transforms:
 
 
 def _measured(model: PreTrainedModel) -> Transforms:
-    """Run random tokens through a model, and return the transforms."""
+    """Run random tokens through a model, and return the transforms that suit them, by layer number."""
     config = model.config.get_text_config(decoder=True)
     length = min(_LENGTH, int(getattr(config, "max_position_embeddings", None) or _LENGTH))
     ids = torch.randint(0, config.vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(_SEED))
@@ -91,7 +92,9 @@ def _measured(model: PreTrainedModel) -> Transforms:
 
 
 def _rotations(model: PreTrainedModel) -> Rotations:
-    """Return the rotations of the layers; none where channels are not paired, or kvkeep does not know how."""
+    """Return the rotary rotations of a model's layers by number; ``{}`` if kvkeep cannot tell how channels are
+    paired.
+    """
     try:
         return rotations_for(model.config, "keys of 4 bits", turns=False, foresees=False)
     except UnsupportedModelError:
@@ -124,7 +127,9 @@ class _Observer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Set the transform by a whole text, and return the output of attention over itself."""
+        """Set ``transform`` by the queries and keys of a batch of whole texts without padding, and return the output of
+        attention over the texts themselves.
+        """
         self.columns += keys.shape[2]
         with torch.inference_mode(False), torch.no_grad():  # the transform outlives the pass
             # without the first token of a text, which attention treats apart from all others
@@ -134,7 +139,9 @@ class _Observer:
         return choose(query.device, query.dtype).attend(AttentionInputs(query, slots, now, options))[0]
 
     def _transform(self, query: Float[Tensor, "B Hq n D"], keys: Float[Tensor, "B Hk n D"]) -> KeyTransform:
-        """Return the exponents that balance these queries and keys, and the normals for keys so scaled, for one row."""
+        """Return the exponents that balance the queries and keys of all rows, and the normals for keys so scaled, as
+        the transform of one row.
+        """
         squares = self._over(keys, lambda x: x.transpose(2, 3) @ x / x.shape[2])
         means = self._over(keys, lambda x: x.mean(dim=2))
         of_queries = self._over(query, lambda x: x.square().mean(dim=2)).unflatten(0, (keys.shape[1], -1)).mean(dim=1)
@@ -143,6 +150,7 @@ class _Observer:
         if n_normals(keys.shape[3]):  # the reflections take most of the means out
             of_keys = torch.maximum(of_channels - means.square(), of_channels * _LEAST_VARIANCE)
         ratio = (of_keys.clamp_min(_TINY) / of_queries.clamp_min(_TINY)).log2() / 4
+        # a factor that all channels share changes the step as it changes the keys
         found = (ratio - ratio.mean(dim=-1, keepdim=True)).round().nan_to_num(0.0)
         exponents = found.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)[None]
         return KeyTransform(exponents, _normals(_coded(squares, KeyTransform(exponents)))[None].to(keys.device))
@@ -167,7 +175,7 @@ def _coded(squares: Float[Tensor, "Hk D D"], transform: KeyTransform) -> Float[T
 
 
 def _normals(squares: Float[Tensor, "Hk D D"]) -> Float[Tensor, "Hk n D"]:
-    """Return the normals of `KeyTransform` for the mean products of channels.
+    """Return the normals of `KeyTransform`, whose squares are 2, for the mean products of channels of each head.
 
     The first reflection turns the direction in which keys have the largest mean square into that of the channels of the
     first group; the next one that of the largest among all orthogonal to it into that of the second.
@@ -179,7 +187,7 @@ def _normals(squares: Float[Tensor, "Hk D D"]) -> Float[Tensor, "Hk n D"]:
         source, size = vectors[:, :, -1 - number], group_size(D)
         target = torch.zeros_like(source)
         target[:, number * size : (number + 1) * size] = size**-0.5
-        for normal in normals:
+        for normal in normals:  # to where the reflections before this one turn it
             source = source - normal * (normal * source).sum(dim=-1, keepdim=True)
         # of the two signs that which has the longer, more exact normal
         sign = torch.where((source * target).sum(dim=-1, keepdim=True) > 0, -1.0, 1.0)

@@ -106,7 +106,8 @@ def load(
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
-    """Read configuration and tokenizer, and refuse a model that kvkeep cannot run, which an empty copy tells.
+    """Read configuration and tokenizer, and refuse a model that kvkeep cannot run, which an empty copy tells. Weights
+    are not read; a GGUF file of the hub is downloaded.
 
     Args:
         name_or_path: a hub name, a local folder, or a GGUF file.
@@ -155,8 +156,9 @@ def read_weights(
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
         UnsupportedModelError: the model cannot be split, see `split_options`.
-        InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; or there
-            are no processes to split the model over.
+        InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; there are
+            no processes to split the model over; or a GGUF file is to be split or quantised anew, or a model with
+            adapters to be split.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
     if missing := missing_kernel(place):
@@ -196,7 +198,16 @@ def _warn_once(message: str) -> None:
 def _read(
     checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device, quantisation: dict[str, Any]
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint that is stored as safetensors or pickles."""
+    """Load the model of a checkpoint that is stored as safetensors or pickles, and return it.
+
+    Args:
+        checkpoint, kind: the checkpoint, and the dtype or ``auto``.
+        place: the device, for messages; the model goes there only later.
+        quantisation: more arguments of ``from_pretrained``: to quantise or to split the model.
+
+    Raises:
+        KVKeepError: see `read_weights`.
+    """
     check_readable(checkpoint.name, checkpoint.config)
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     check_size(checkpoint.name, checkpoint.parameters)
@@ -223,10 +234,11 @@ def _read(
 def _read_gguf(
     checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device, *, packed: bool
 ) -> PreTrainedModel:
-    """Load the model of a GGUF file.
+    """Load the model of a GGUF file, and return it. A sentence about tensors that had to be unpacked is logged.
 
     Args:
-        checkpoint, kind, place: the file, the dtype and the device.
+        checkpoint, kind: the file, and the dtype or ``auto``.
+        place: the device, for messages; the model goes there only later.
         packed: whether weights stay packed where the native kernel reads their type.
 
     Raises:
@@ -250,7 +262,7 @@ def _read_gguf(
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fill all tensors of the model.
+    """Refuse weights that do not fill all tensors of the model, by what ``from_pretrained`` reports about them.
 
     Raises:
         ModelFileError: tensors are missing or have other shapes.
@@ -269,7 +281,7 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
 
 
 def _check_left_over(name: str, model: PreTrainedModel, tensors: Sequence[str]) -> None:
-    """Refuse weights of more layers than the model has. Other tensors that the model does not take are only logged.
+    """Refuse weights of more layers than the model has. Other ``tensors`` that the model did not take are only logged.
 
     Layers that predict further tokens, which some checkpoints hold behind the others, are named like other tensors.
 
@@ -358,7 +370,8 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, and check that kvkeep can attend for it.
+    """Build a model on the meta device, check that kvkeep can attend for it, and return it, attached. The configuration
+    stays as it is.
 
     Raises:
         ModelFileError: the configuration's values cannot be used.
@@ -373,7 +386,8 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, and refuse an empty one, which transformers makes for some families without files.
+    """Load and return the tokenizer of a model, and refuse one without ordinary tokens, which transformers makes for
+    some families without files.
 
     Raises:
         ModelFileError: the tokenizer cannot be read, or is empty.
@@ -393,7 +407,7 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' log and progress bars."""
+    """Silence transformers' log, errors apart, and its progress bars, in the context."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -498,10 +512,11 @@ def _layers(model: Model) -> Sequence[nn.Module]:
 
 
 def with_random_weights(writer: Writer, seed: int) -> Writer:
-    """Return a model of the same architecture, dtype and device with untrained weights, as a control for findings.
+    """Return a writer with a model of the same architecture, dtype and device with untrained weights, as a control for
+    findings.
 
     Args:
-        writer: the model.
+        writer: the model and its tokenizer; it stays as it is.
         seed: the same seed draws the same weights; torch's global generator stays as it was.
 
     Raises:
@@ -555,7 +570,7 @@ def join_processes() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Leave the process group at the end of the context."""
+    """Leave torch's process group at the end of the context, if this process is in one by then."""
     try:
         yield
     finally:

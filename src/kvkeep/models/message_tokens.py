@@ -21,7 +21,8 @@ _CLOSING = 64
 
 
 def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Spans:
-    """Return the positions of the tokens that hold the text of system messages, as spans.
+    """Return the positions of a prompt's tokens that hold the text of its system messages, as spans (first, one past
+    the last); ``()`` if there are none.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -48,7 +49,8 @@ def message_spans(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> Spans:
-    """Return the spans of a conversation's tokens that hold the text of some of its messages.
+    """Return the spans (first, one past the last) of a conversation's tokens that hold the text of some of its
+    messages, in order; spans that touch are one.
 
     The template is filled in once more with a mark in the place of each such message; the text before and after the
     mark shows where the message stands.
@@ -79,7 +81,8 @@ def _place(
     messages: Sequence[Mapping[str, Any]],
     place: int,
 ) -> Span:
-    """Return the first and the last character of one message in a conversation's text.
+    """Return the characters of one message in a conversation's text, as a span (first, one past the last) of the text
+    that the tokenizer reads, where quoted control tokens have their own characters again.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -112,10 +115,11 @@ def _place(
 
 
 def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
-    """Return the characters of each token of a text, as spans.
+    """Return the characters of each token of a text, as spans (first, one past the last).
 
     Raises:
         InputError: the tokenizer does not know the characters.
+        ModelFileError: the tokenizer fails.
     """
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         found = special_tokens_of(checkpoint.tokenizer).offsets(checkpoint.tokenizer, text)
@@ -145,7 +149,8 @@ def message_starts(
     *,
     after: str = "",
 ) -> dict[int, int]:
-    """Return how many of a conversation's tokens come before some of its messages, where the template tells it.
+    """Return how many of a conversation's tokens come before each of some messages, by index. A message before which
+    the template does not tell it is left out.
 
     A message takes all tokens up to the next one, those with which the template begins and ends it included.
 
@@ -155,7 +160,8 @@ def message_starts(
         places: the indexes of the messages; ``len(messages)`` is the answer that follows.
         tools: functions of which the template tells the model.
         variables: more variables of the template.
-        after: a text that the conversation has once; only the tokens behind it count.
+        after: a text that stands once in the filled template; only the tokens behind it count. 0 for messages that
+            begin before it.
 
     Raises:
         InputError: the template fails, or the tokenizer does not tell where its tokens stand.
@@ -182,7 +188,8 @@ def _border(
     place: int,
 ) -> int | None:
     """Return how many characters of a conversation's text come before a message; ``None`` if the template writes the
-    one before it in another way when messages follow, or refuses it as the last one.
+    one before it in another way when messages follow, unless both are results of calls in one turn, or refuses it as
+    the last one.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -214,7 +221,9 @@ def _border(
 def _preamble(
     checkpoint: Checkpoint, closed: Callable[[Sequence[Mapping[str, Any]]], str], first: Mapping[str, Any]
 ) -> str:
-    """Return what the template writes before the first message, such as the beginning of a text."""
+    """Return what the template writes before the first message, such as the token that begins a text; empty if it
+    cannot be told.
+    """
     token = getattr(checkpoint.tokenizer, "bos_token", None)
     once = closed([first])
     try:

@@ -66,6 +66,7 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
     """
     formats = {dtype for dtype in FORMATS if _works(dtype)}
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    # a compiled module has been traced with its parts as they were
     compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
     found = [
         (parent, name)
@@ -87,7 +88,8 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
 
 @torch.inference_mode()
 def faster(layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether products with ``rows`` rows are faster with packed weights on this processor, by timing both.
+    """Return whether products with ``rows`` rows are faster with packed weights on this processor, by timing both; the
+    layers stay as they are.
 
     The first layers, up to `TIMED_BYTES` of weights, are run one after the other several times, as in decode steps, so
     that the processor's caches are cold; the medians are compared.
@@ -111,7 +113,7 @@ def faster(layers: list[nn.Linear], rows: int) -> bool:
 
 
 def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
-    """Return whether a linear layer has ordinary weights on the CPU, and no hooks."""
+    """Return whether a linear layer has ordinary weights on the CPU, in one of these dtypes, and no hooks."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks)
     weight = layer.weight
     if type(weight) is not nn.Parameter:  # e.g. quantised: it says that it has the dtype of its products
@@ -120,7 +122,7 @@ def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Return whether this build of torch has the operations for packed weights, by trying them."""
+    """Return whether this build of torch has the operations for packed weights of a dtype, by trying them."""
     try:
         blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
         PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))

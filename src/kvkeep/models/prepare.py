@@ -105,7 +105,9 @@ def fuse_modules(model: nn.Module) -> int:
 
 
 def describe(model: nn.Module) -> str:
-    """Return a phrase for how a model's decode steps run, and why they run no faster."""
+    """Return a phrase for how a model's decode steps run: in how much of the native kernel, and why in no more of
+    it.
+    """
     modules = list(model.modules())
     layers = sum(isinstance(module, FusedLayer) for module in modules)
     products = sum(type(module) is FusedLinear for module in modules)
@@ -127,7 +129,7 @@ def describe(model: nn.Module) -> str:
 
 
 def restore_modules(model: nn.Module) -> None:
-    """Give fused modules their original classes back, in place. The model is not fused again."""
+    """Give a model's fused modules their original classes back, in place. `prepare` does not fuse the model again."""
     vars(model)[_LEFT] = True
     modules: list[nn.Module] = [*model.modules()]
     for module in modules:
@@ -146,14 +148,14 @@ def weight_layout(model: nn.Module) -> tuple[bool, bool]:
 
 
 def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) -> int:
-    """Pack the weights for a job whose steps have ``rows`` rows, if that is faster. Return how many layers were
-    packed.
+    """Pack a model's weights, in place, for a job whose steps have ``rows`` rows, if these are more than `FEW_ROWS` and
+    timing shows that it is faster. Return how many layers were packed.
 
     Args:
         model: the model.
         rows: number of rows of most steps.
-        like: the `weight_layout` of the same model in another process. Nothing is timed then, and both processes
-            compute the same numbers to the last digit.
+        like: the `weight_layout` of the same model in another process, which is copied: modules are packed or get their
+            plain classes back. Nothing is timed then, and both processes compute the same numbers to the last digit.
     """
     if like is None:
         return pack_weights(model, rows, if_faster=True) if rows > FEW_ROWS else 0
@@ -163,7 +165,13 @@ def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None
 
 
 def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
-    """Fuse a module if it is an RMS norm or a layer norm. Return whether it was fused."""
+    """Fuse a module, in place, if it is an RMS norm or a layer norm that the kernel computes. Return whether it was
+    fused.
+
+    Args:
+        module: a module.
+        trials: what trials of other modules have found, to which this one's is added.
+    """
     own, epsilon = module._parameters, epsilon_of(module)
     weight, bias = own.get("weight"), own.get("bias")
     if not isinstance(epsilon, float) or own.keys() - {"weight", "bias"} or any(module.children()):
@@ -188,7 +196,13 @@ def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
 
 
 def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
-    """Fuse a module if it is a feed-forward layer with an activation of the kernel. Return whether it was fused."""
+    """Fuse a module, in place, if it is a feed-forward layer of fused products with an activation of the kernel. Return
+    whether it was fused.
+
+    Args:
+        module: a module.
+        trials: what trials of other modules have found, to which this one's is added.
+    """
     if (parts := gate_parts(module)) is None:
         return False
     linear, gate, up, down = parts
@@ -210,10 +224,8 @@ def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
 
 
 def _fuse_qkv(module: nn.Module) -> None:
-    """Let the projections of query, key and value be computed in one call, if attention's code applies all three to
-    one tensor.
-
-    Otherwise do nothing.
+    """Let the projections of query, key and value in a module be computed in one call, if all three are fused layers
+    and the code of the module's ``forward`` applies them to one tensor. Otherwise do nothing.
     """
     kind: Any = type(module)
     calls = _calls_of_projections(kind)
@@ -227,8 +239,8 @@ def _fuse_qkv(module: nn.Module) -> None:
 
 @functools.cache
 def _calls_of_projections(kind: type[nn.Module]) -> list[tuple[str, str]]:
-    """Return the projections that the code of an attention class calls, with the name of each one's argument; ``[]``
-    without source code.
+    """Return the names of the query's, key's and value's projections that the code of an attention class's ``forward``
+    calls, in its order, each with the name of its argument; ``[]`` without source code.
     """
     try:
         return re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(kind.forward))

@@ -114,7 +114,7 @@ def check_format(name: str | None, device: torch.device) -> None:
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments for ``from_pretrained`` that quantize weights while they are loaded.
+    """Return the arguments for ``from_pretrained`` that quantize weights while they are loaded; ``{}`` for ``None``.
 
     Args:
         name: one of `KNOWN`.
@@ -122,7 +122,8 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
         device: where the model will run.
 
     Raises:
-        InputError: the format is unknown, cannot be used here, or the checkpoint is quantised already.
+        InputError: the format is unknown, only for GGUF files or cannot be used here, or the checkpoint is quantised
+            already.
     """
     if name is None:
         return {}
@@ -181,7 +182,9 @@ class _Packing(HfQuantizer):
         return _Pack(config.bits)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: object) -> PreTrainedModel:
-        """Remove the packing from the model's configuration, and copy weights that stay plain out of the file."""
+        """Remove the packing from the model's configuration, and copy weights that stay plain, beside those packed
+        here, out of the file's mapped memory. Return the same model.
+        """
         # the checkpoint says nothing of it, and memories of the model compare its configuration
         for part in (model.config, model.config.get_text_config(decoder=True)):
             for name in ("quantization_config", "_is_quantized"):
@@ -209,7 +212,9 @@ class _Pack(ConversionOps):
     def convert(  # type: ignore[override]  # one of many keyword arguments is used
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **_: object
     ) -> dict[str, Tensor]:
-        """Return the one weight that is given, packed unless it is so already, under its full name."""
+        """Return the one weight that is given under its full name, packed if ``bits`` are given and it is not packed
+        yet.
+        """
         (value,) = input_dict.values()
         weight: Tensor = value[0] if isinstance(value, list) else value
         if self._bits is not None and not isinstance(weight, QuantizedTensor):
@@ -220,7 +225,7 @@ class _Pack(ConversionOps):
 
 
 def _let_go(weight: Tensor) -> None:
-    """Let pages of a checkpoint that were mapped to read a part of a weight leave this process's memory.
+    """Let the pages on which a tensor lies leave this process's memory, if they are those of a mapped checkpoint.
 
     Else the peak would be that of all plain weights. Nothing is lost: the pages hold what the file holds, from which
     they come again if somebody asks. Memory that is no such mapping stays, as does everything without ``/proc``.
@@ -232,7 +237,9 @@ def _let_go(weight: Tensor) -> None:
 
 
 def _is_mapped(begin: int, end: int) -> bool:
-    """Return whether addresses belong to a file that is mapped. Memory that is none has the inode 0."""
+    """Return whether all addresses from ``begin`` to ``end`` lie in one mapping of a file. Memory of no file has the
+    inode 0.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -257,7 +264,9 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """Return a phrase for how a model's weights are stored."""
+    """Return a phrase for how a model's weights are stored: their megabytes, how many matrices are packed with how many
+    bits, and the dtypes of the others.
+    """
     weights = list(model.parameters())
     bits = Counter(weight.bits for weight in weights if isinstance(weight, QuantizedTensor))
     counts = [

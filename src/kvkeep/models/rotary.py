@@ -94,7 +94,9 @@ def _each(module: Any) -> tuple[list[Any], list[str | None]]:
 
 
 def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
-    """Return ``longrope`` or ``dynamic``, and the length beyond which the frequencies change."""
+    """Return, for a rotary embedding that follows the length, ``longrope`` or ``dynamic``, and the length in tokens
+    beyond which its frequencies for a type of layer change.
+    """
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if kind == "longrope":
         parameters = module.config.rope_parameters
@@ -104,7 +106,9 @@ def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
 
 
 def _rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Recompute a rotary embedding's output with the frequencies of each text's own length; a forward hook."""
+    """Return a rotary embedding's output anew, with the frequencies of each text's own length; ``None``, which leaves
+    it as it is, for a type of layer that does not follow the length. A forward hook.
+    """
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     x, positions, layer_type = given["x"], given["position_ids"], given.get("layer_type")
     if not _follows(module.rope_type if layer_type is None else module.rope_type[layer_type]):
@@ -117,7 +121,7 @@ def _rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     tensors = output if isinstance(output, tuple) else (output,)
     found = [tensor.flatten(-3, -2).clone() for tensor in tensors]
     flat = positions.flatten(-2)
-    for n in beyond.unique().tolist():
+    for n in beyond.unique().tolist():  # `forward` below, since a call would come to this hook again
         at = (beyond == n).nonzero()[:, 0]
         own = flat[..., at]
         own = torch.cat([own, torch.full_like(own[..., :1], n - 1)], dim=-1)  # the last column stands for the length
@@ -135,7 +139,9 @@ rotate_by_text: Callable[..., Any] = torch.compiler.disable(_rotate_by_text)
 
 
 def _shown_lengths(positions: Int[Tensor, "*A B T"]) -> Int[Tensor, "B T"]:
-    """Return the length of the text to which each token belongs."""
+    """Return the length of the text to which each token belongs: as `kvkeep.rotary.reading` has told it, else by the
+    largest position in its row.
+    """
     ends = positions.amax(dim=-1, keepdim=True).expand_as(positions) + 1
     ends = ends.flatten(0, -3).amax(dim=0) if ends.dim() > 2 else ends
     told = lengths_read()

@@ -79,10 +79,10 @@ class SandboxProcess:
         self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process, and wait until it is ready.
+        """Start the process, wait until it is ready, and return it.
 
         Raises:
-            OSError: it does not start.
+            OSError: it does not start, ends at once, or is not ready in time and was killed.
         """
         self._starter = os.getpid()
         # the script finds the packages that this process finds, but nothing in the working folder, which "" stands for

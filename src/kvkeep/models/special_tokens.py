@@ -103,8 +103,8 @@ class SpecialTokens:
         return [ids_of_names.get(token, token) for token in found]
 
     def offsets(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span] | None:
-        """Return the characters of each token, as spans of the `renamed` text if something is quoted; ``None`` if
-        they are unknown.
+        """Return the characters of each token of a text, as spans (first, one past the last) of the text itself, or of
+        the `renamed` text if something is quoted; ``None`` if the tokenizer does not tell.
         """
         if self.is_quoted(text):
             copied = self._copied(tokenizer)
@@ -131,8 +131,8 @@ class SpecialTokens:
         return f"{_SALT}n{self._numbers[text]}x"
 
     def _copied(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Backend, Mapping[int, int]] | None:
-        """Return a copy of the tokenizer with renamed control tokens, and the ids that the names stand for; ``None``
-        if it cannot be copied, as one that is Python code.
+        """Return a copy of the tokenizer with renamed control tokens, and the tokenizer's own id for each id that a new
+        name has in the copy; ``None`` if it cannot be copied, as one that is Python code.
 
         It is made when a text first has the characters of a control token.
         """
@@ -143,7 +143,9 @@ class SpecialTokens:
         return self._copy
 
     def _made(self, described: str) -> tuple[Backend, Mapping[int, int]] | None:
-        """Copy a tokenizer from its JSON with renamed control tokens; ``None`` if neither way of renaming works."""
+        """Return a copy of a tokenizer, made from its JSON with renamed control tokens, and the original id for each id
+        that a new name has in the copy; ``None`` if neither way of renaming works.
+        """
         for rename in (_renamed_everywhere, _renamed_where_added):
             found = json.loads(described)
             rename(found, {text: self._name(text) for text in self._texts})
@@ -156,8 +158,8 @@ class SpecialTokens:
         return None
 
     def _in_pieces(self, tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text in pieces, cut inside each quoted control token so that none is recognised. For tokenizers
-        that cannot be copied.
+        """Return the token ids of a text, encoded in pieces that are cut inside each quoted control token, so that none
+        is recognised. For tokenizers that cannot be copied.
         """
         first, *others = _QUOTED.split(text)  # a text, a number, a text, …
         pieces = [first]
@@ -172,7 +174,9 @@ class SpecialTokens:
 
 
 def _renamed_everywhere(found: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in a tokenizer's JSON, also where its model could put them together from characters."""
+    """Rename tokens in a tokenizer's JSON, in place: the added ones, and in the model's vocabulary, from whose parts
+    they could be put together.
+    """
     _renamed_where_added(found, names)
     model = found["model"]
     if isinstance(model.get("vocab"), dict):
@@ -184,7 +188,7 @@ def _renamed_everywhere(found: dict[str, Any], names: Mapping[str, str]) -> None
 
 
 def _renamed_where_added(found: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in the list of added tokens of a tokenizer's JSON."""
+    """Rename tokens in the list of added tokens of a tokenizer's JSON, in place."""
     for token in found["added_tokens"]:
         if token["content"] in names:
             token["content"] = names[token["content"]]
@@ -212,7 +216,9 @@ _KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, SpecialTokens]]
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Return the control tokens of a tokenizer, cached while its chat template and vocabulary stay the same."""
+    """Return the `SpecialTokens` of a tokenizer, cached while its chat template and the size of its vocabulary stay the
+    same.
+    """
     state = (_template_text(tokenizer), len(tokenizer))
     known = _KNOWN.get(tokenizer)
     if known is None or known[0] != state:

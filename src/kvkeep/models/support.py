@@ -41,7 +41,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model within what ``torch.compile`` or PEFT wrapped around it.
 
     Raises:
-        InputError: the object holds no transformers model of that kind.
+        InputError: the object is no such wrapper, and no model of transformers.
         UnsupportedModelError: an adapter of PEFT puts keys of its own before the prompt, or depends on the prompt.
     """
     inner: Any = model
@@ -57,7 +57,9 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _remedy(other: object) -> str:
-    """Return the end of the message about an object that is no transformers model: what to give instead."""
+    """Return the end of the message about an object that is no transformers model: its part that is one, or else how to
+    load a model.
+    """
     parts = other.named_modules() if isinstance(other, nn.Module) else ()
     if inside := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):
         return f", but holds one: give its part `{inside}`."
@@ -68,7 +70,8 @@ def generator(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model that generates text, without wrappers around it.
 
     Raises:
-        InputError: there is no model, it computes no logits, or it has no weights.
+        InputError: there is no model of transformers, it computes no logits, or it has no weights.
+        UnsupportedModelError: see `unwrapped`.
     """
     inner = unwrapped(model)
     if not inner.can_generate():
@@ -97,8 +100,9 @@ def check_split(model: PreTrainedModel) -> None:
     """Refuse a model that is split over processes in a way in which kvkeep cannot follow.
 
     Raises:
-        UnsupportedModelError: see `Heads.of`; or some layers keep a state.
-        InputError: see `Heads.of`.
+        UnsupportedModelError: it is split in a way that kvkeep does not know, its heads cannot be divided equally, or
+            it is split and some layers keep a state.
+        InputError: the processes that the model is split over do not run.
     """
     if Heads.of(model.config) != ALONE and any(
         map(state_part, handing_cache(model.config, lambda _: IdleStepper()).layers)
@@ -113,7 +117,8 @@ def check_cache(model: PreTrainedModel) -> None:
     """Refuse a model without a KV cache of transformers' kind.
 
     Raises:
-        UnsupportedModelError: the model has no such cache.
+        UnsupportedModelError: it is an encoder-decoder, takes no cache, has no layer that caches keys, or works with a
+            cache of its own kind.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -131,7 +136,7 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 def _caches_keys(config: PreTrainedConfig) -> bool:
-    """Return whether some decoder layer caches keys."""
+    """Return whether some decoder layer caches keys; also if its layers are of a kind that no cache can be made for."""
     try:
         return bool(windows_of(config))
     except UnsupportedModelError:  # it says more than this check could, once a cache is made
@@ -139,10 +144,11 @@ def _caches_keys(config: PreTrainedConfig) -> bool:
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Refuse a decoder whose attention the interface does not reach.
+    """Refuse a decoder that computes its attention itself, instead of through transformers' attention interface, by
+    which kvkeep's own is put in.
 
     Raises:
-        UnsupportedModelError: the interface does not reach the attention.
+        UnsupportedModelError: it does so.
     """
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
@@ -187,7 +193,8 @@ def placeholders(model: PreTrainedModel) -> dict[int, str]:
 
 
 def check_placeholders(model: PreTrainedModel, ids: Tensor, given: Mapping[str, Any]) -> None:
-    """Refuse tokens that stand for an image or a sound where none is given.
+    """Refuse tokens that stand for an image, a video or a sound where none is given. Any argument with data other than
+    text counts as given.
 
     Args:
         model: the model.
@@ -288,7 +295,8 @@ _ROUTED = {"XLORA", "POLY"}
 
 
 def _check_adapter(model: Any) -> None:
-    """Refuse adapters of PEFT that kvkeep cannot run: prompt learning, and weights that depend on the prompt.
+    """Refuse a model of PEFT whose active adapter kvkeep cannot run: prompt learning, and weights that depend on the
+    prompt.
 
     Raises:
         UnsupportedModelError: the adapter is one of these.

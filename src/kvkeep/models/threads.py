@@ -35,7 +35,8 @@ def cores() -> int:
 
 
 def check(number: int | None) -> int | None:
-    """Return a number of threads, checked; for ``None`` that of the variable KVKEEP_THREADS, if it is set.
+    """Return a number of threads, checked; for ``None`` that of the variable KVKEEP_THREADS, or ``None`` if it is not
+    set.
 
     Raises:
         InputError: the number is below 1 or above the number of cores, or the variable is no number.
@@ -100,8 +101,8 @@ def advised(model: nn.Module) -> int:
 
 
 def choose(weight_bytes: int, most: int, load: float) -> int:
-    """Choose a number of threads: one for a small model; otherwise as many as there are free cores, at least half of
-    all.
+    """Choose a number of threads: one for a small model; otherwise ``most`` less the busy cores, at least half of
+    ``most``.
 
     Args:
         weight_bytes: bytes of weights that a step reads.
@@ -118,7 +119,7 @@ def _load() -> float:
     """Return how many cores other programs have kept busy since this module was imported.
 
     Where the system does not tell, or too little time has passed, return how many cores were busy during the last
-    minute.
+    minute, with this program; 0 where that is not known either.
     """
     begun, now = _BEGUN, _busy()
     if begun is not None and now is not None and (passed := now.time - begun.time) >= _LEAST_S:
@@ -138,13 +139,13 @@ class _Busy(NamedTuple):
 
 
 def _busy() -> _Busy | None:
-    """Return how long all cores have been busy so far, for all programs and for this one; ``None`` where the system
-    does not count.
+    """Return for how many seconds all cores have been busy so far, for all programs and for this one, and the time of
+    the clock; ``None`` where the system does not count.
 
     Programs of low priority (nice) are left out, since they make room.
     """
     try:
-        # nice, idle and iowait are left out
+        # the first line is of all cores: user, nice, system, idle, iowait, then times of interrupts
         user, _, system, _, _, *interrupts = map(int, _COUNTS.read_text().split(maxsplit=8)[1:8])
         ticks = os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):  # not Linux, or not this form

@@ -74,8 +74,9 @@ def encode_chat(
         add_special_tokens: whether the tokenizer puts its own tokens around what the template has written.
 
     Raises:
-        InputError: there is no chat template, the template fails, or a message is no valid text; or the last message is
-            to be continued, and the template does not show it.
+        InputError: there is no chat template, the template fails, or a message is no valid text; the last message is to
+            be continued, and calls tools or is not shown; ``reasoning_effort`` is given, and the template does not read
+            it; or the tokenizer does not belong to the model.
         ModelFileError: the tokenizer fails.
     """
     if checkpoint.tokenizer.chat_template is None:
@@ -103,7 +104,7 @@ def _unfinished(
     """Render a conversation, and cut it off after the text of its last message, so that the model goes on with it.
 
     Raises:
-        InputError: the template fails, or does not show the last message.
+        InputError: the template fails, or does not show the last message; or that calls tools.
     """
     *before, last = messages
     mark = unused_mark(messages, "end")
@@ -138,8 +139,8 @@ def encode_next(
 
     Args:
         checkpoint: the model and its tokenizer.
-        before: the conversation so far, which ends with an answer; its token ids begin with what closes that answer.
-            Without one a conversation begins: its token ids have no beginning of a text.
+        before: the conversation so far, which ends with an answer; the token ids begin with what closes that answer.
+            If it is empty, a conversation begins: the token ids lack the token that begins a text.
         new: new messages, each with ``role`` and ``content``.
         tools: functions of which the template tells the model, as far as it tells them after the last answer.
         chat_template_kwargs: more variables of the template.
@@ -202,7 +203,9 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
 
 
 def _begun_once(checkpoint: Checkpoint, text: str, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 n"]:
-    """Remove the special tokens that the tokenizer has put before a text which already begins with them."""
+    """Return token ids without the special tokens that the tokenizer has put before a text which already begins with
+    them; other ids as they are.
+    """
     if not text.startswith(tuple(checkpoint.tokenizer.all_special_tokens)):
         return ids
     own = _encoded(checkpoint, text, add_special_tokens=False)[0].tolist()
@@ -229,7 +232,7 @@ def _checked(checkpoint: Checkpoint, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 
     """Return token ids, after checking that there are some and that the model knows all of them.
 
     Raises:
-        InputError: there are none, or one is too large for the model.
+        InputError: there are none, or one is not in the model's vocabulary.
     """
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
@@ -243,7 +246,8 @@ def _checked(checkpoint: Checkpoint, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 
 
 
 def check_length(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a text that is longer than the model's table of learned positions; without a table do nothing.
+    """Refuse a text of so many tokens that is longer than the model's table of learned positions; without a table do
+    nothing. The last new token needs no position.
 
     Raises:
         InputError: prompt and new tokens together are longer than the table.
@@ -342,8 +346,8 @@ class Opening:
     def rest(
         self, checkpoint: Checkpoint, question: str, before: Sequence[int], more: Sequence[Mapping[str, str]] = ()
     ) -> list[int]:
-        """Return the token ids that follow those of the memory: the end of the text, the question, and the beginning
-        of the answer.
+        """Return the token ids that follow those of the memory of a text: the end of the text, the question, further
+        messages, and the beginning of the answer.
 
         Args:
             checkpoint: the model and its tokenizer.
@@ -373,8 +377,8 @@ class Opening:
     def _ids(
         self, checkpoint: Checkpoint, question: str, more: Sequence[Mapping[str, str]] = (), *, whole: bool = False
     ) -> list[int]:
-        """Return the token ids of the end of the text and a question; with ``whole``, of all that the template
-        writes.
+        """Return the token ids of the end of the text, a question and what follows it; with ``whole``, also of what the
+        template writes before them.
 
         Raises:
             InputError: the template does not show the message as it is.
@@ -417,8 +421,8 @@ def noted(snapshot: Snapshot, opening: Opening) -> Snapshot:
 def opened(
     checkpoint: Checkpoint, text: str, *, system: str | None = None, raw: bool = False
 ) -> tuple[list[int], Opening]:
-    """Return the token ids to remember for a text, and the `Opening` with which questions go on. White space around
-    the text is dropped.
+    """Return the token ids to remember for a text, those that no question changes, and the `Opening` with which
+    questions go on. White space around the text is dropped.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -457,7 +461,7 @@ def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> N
     """Refuse a system message that the model would not see.
 
     Raises:
-        InputError: there is no chat template, or it fails.
+        InputError: there is no chat template, ``raw`` leaves it out, or it fails or does not show the message.
     """
     if raw or checkpoint.tokenizer.chat_template is None:
         why = "`raw` leaves the chat template out" if raw else f"{checkpoint.name} has no chat template"

@@ -26,6 +26,7 @@ _NOW = "\0now"
 
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str | None, _KnownHash]] = weakref.WeakKeyDictionary()
 _counted: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+"""What `count_as` was told: the hash of the weights at that time, and the one that is returned for it."""
 
 
 class WeightsOf:
@@ -62,7 +63,8 @@ class WeightsOf:
 
 
 def fingerprint(model: nn.Module, adapter: str | None = _NOW) -> str:
-    """Return a hash of the weights: each parameter's name, shape, and 256 of its numbers at equal distances.
+    """Return a hash of the weights, 16 hex digits: each parameter's name, shape, and up to 256 of its numbers at equal
+    distances; or what `count_as` has given for these weights.
 
     Buffers count like parameters, unless they are what config.json says anyway. So does what the active adapters add:
     their weights and their scaling, but not their names. Parameters of adapters that are not active do not count. A
@@ -76,8 +78,8 @@ def fingerprint(model: nn.Module, adapter: str | None = _NOW) -> str:
         adapter: the adapter that counts as active, by its name in PEFT; ``None``: none does. By default those that are.
 
     Cost:
-        The first call reads about 1 kB of each parameter; one that processes share is collected for that, one after the
-        other. Later calls compare the parameters' addresses and versions.
+        The first call reads about 1 kB of each parameter; those that processes share are gathered for that, one after
+        the other. Later calls compare the parameters' addresses and versions.
 
     Raises:
         UnsupportedOperationError: each row has an adapter of its own.
@@ -108,7 +110,8 @@ def count_as(model: nn.Module, weights: str) -> None:
 
 
 def adapters(model: nn.Module) -> str:
-    """Return a text that changes whenever the active adapters of a model change; empty without adapters.
+    """Return a hash of which adapters of a model are active or merged, and of their settings, but of no weights; empty
+    without adapters.
 
     Raises:
         UnsupportedOperationError: each row has an adapter of its own.
@@ -120,7 +123,7 @@ def adapters(model: nn.Module) -> str:
 
 
 def _adapter_states(model: nn.Module) -> str:
-    """Return a hash of the state of all adapters in a model; empty without adapters."""
+    """Return a hash of `_adapter_state` of all layers in a model; empty if PEFT has none in it."""
     states = [(name, _adapter_state(module)) for name, module in model.named_modules() if _is_adapted(module)]
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16] if states else ""
 
@@ -131,7 +134,9 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _state_of(model: nn.Module, adapter: str | None) -> list[object]:
-    """Return the settings of the adapters that count as active, such as their scaling, without their names."""
+    """Return, for each layer with adapters that count as active, its name and their settings, such as the scaling, by
+    numbers in place of their names; and the names of merged ones. Return ``[]`` if there are none.
+    """
     found: list[object] = []
     for name, layer in model.named_modules():
         if not _is_adapted(layer):
@@ -162,11 +167,11 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module)(?=\.|$)")
 def _adapter_state(
     layer: Any, adapter: str | None = _NOW
 ) -> tuple[tuple[str, ...], list[tuple[str, str, str]], tuple[str, ...]]:
-    """Return a layer's active adapters, their plain settings such as the scaling, and the adapters merged into its
-    weights.
+    """Return the names of the adapters that count as active in a layer, their plain settings as triples (setting,
+    adapter, value), such as the scaling, and the names of the adapters merged into its weights.
 
     Args:
-        layer: the layer.
+        layer: a layer of PEFT.
         adapter: the adapter that counts as active; ``None``: none does. By default those that are.
 
     Raises:
@@ -191,7 +196,9 @@ def _adapter_state(
 
 
 def _active(layer: Any, adapter: str | None = _NOW) -> tuple[str, ...]:
-    """Return the adapters that count as active in a layer of PEFT."""
+    """Return the names of the adapters that count as active in a layer of PEFT: the given one, whether the layer has it
+    or not, none for ``None``, or by default those that are.
+    """
     if adapter is not _NOW:
         return () if adapter is None else (adapter,)
     active = layer.active_adapters
@@ -199,8 +206,8 @@ def _active(layer: Any, adapter: str | None = _NOW) -> tuple[str, ...]:
 
 
 def _replaced_names(model: nn.Module, adapter: str | None) -> dict[str, str | None]:
-    """Return, for the prefix of each adapter's tensor names, a prefix without the adapter's name; ``None`` if the
-    adapter is not active.
+    """Return, for each prefix that an adapter's tensors have in their names, the prefix with the adapter's number among
+    the active ones in place of its name; ``None`` for adapters that do not count as active.
     """
     found: dict[str, str | None] = {}
     for name, layer in model.named_modules():
@@ -224,8 +231,8 @@ class _Modules:
         self._found = [(weakref.ref(module), _children(module)) for module in model.modules()]
 
     def key(self, adapter: str | None = _NOW) -> list[object] | None:
-        """Return a value that changes with every tensor's address or version and with the adapters; ``None`` if
-        modules were replaced.
+        """Return a value that changes with every tensor's address or version and with the adapters that count as
+        active; ``None`` if modules were replaced or are gone.
         """
         found: list[object] = []
         for reference, children in self._found:
@@ -255,7 +262,7 @@ class _KnownHash(NamedTuple):
 
 
 def _hash(weights: dict[str, Tensor]) -> str:
-    """Return a hash of names, shapes and samples of tensors."""
+    """Return a hash, 16 hex digits, of the names, shapes and samples of tensors, in their order here."""
     digest = hashlib.sha256()
     for name, tensor in weights.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -281,7 +288,9 @@ def _sample(flat: Tensor) -> Tensor:
 
 
 def _weights(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer that counts, under a name that does not depend on adapters' names."""
+    """Yield the parameters and buffers of a model that its hash is made of, those of inactive adapters left out, each
+    under a name that does not depend on adapters' names.
+    """
     replaced = _replaced_names(model, adapter)
     for name, tensor in _all_weights(model):
         # the longest beginning of the name that is an adapter's, if there is one
@@ -294,7 +303,7 @@ def _weights(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tenso
 
 
 def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer by name, those of all adapters included."""
+    """Yield every parameter by name, those of all adapters and packed weights included, and what `_buffers` yields."""
     yield from weights_of(model)
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):  # whose weights are no parameter
@@ -303,9 +312,11 @@ def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own buffers, except computed ones that follow from the configuration.
+    """Yield a module's own buffers by name, except computed ones that follow from the configuration; other computed
+    ones rounded to bfloat16.
 
-    So an untouched rotary embedding may be computed on any device, and be rounded with the model.
+    So an untouched rotary embedding may be computed on any device, and be rounded with the model. Nothing is yielded
+    for frequencies that follow the length of a text.
     """
     if follows_length(module):  # its frequencies are those of the last text
         return
@@ -332,7 +343,9 @@ def _usual_buffers(module: Any) -> Mapping[str, Tensor | None]:
 
 
 def _is_close(tensor: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding to bfloat16."""
+    """Return whether two tensors are of equal shape and equal up to rounding to bfloat16; no if ``expected`` is on the
+    meta device.
+    """
     if expected.shape != tensor.shape or expected.is_meta:
         return False
     return torch.allclose(tensor.detach().cpu().double(), expected.cpu().double(), rtol=2**-8, atol=0)

@@ -39,10 +39,10 @@ def path() -> Path:
 
 
 def embedded() -> str:
-    """Return the folder of the embedded model.
+    """Return the folder of the embedded model, see `path`.
 
     Raises:
-        ModelFileError: its files are missing or corrupted.
+        ModelFileError: its files are missing or corrupted; the message says to give another model.
     """
     remedy = "Give a `model`: a hub name such as Qwen/Qwen3-0.6B, or a local folder."
     try:

@@ -289,7 +289,9 @@ def document(  # noqa: PLR0913  each decides about the text
 
 
 def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
-    """Return for each owner a fact that a thing of some material belongs to that owner."""
+    """Return for each owner of the facts one more fact: that a thing of some material, drawn anew, belongs to that
+    owner.
+    """
     owners = sorted({fact.owner for fact in facts})
     # the only style with hops has the held-out words, so that no link is one that the embedded model was trained on
     pairs = rng.sample(list(product(HELD_OUT.materials, HELD_OUT.things)), len(owners))
@@ -303,7 +305,9 @@ def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
 
 
 def _facts(rng: random.Random, n: int, first_kind: int, look: Style) -> list[Fact]:
-    """Draw facts with distinct keys, of the kinds in turn, then shuffled."""
+    """Draw ``n`` facts of the style's lexicon in random order, of its kinds in turn, beginning with the kind of the
+    number ``first_kind``. No two of one kind have the same owner and thing.
+    """
     lexicon = look.lexicon
     # with hops, `_links` say what belongs to an owner, and say it of each owner once
     kinds = [kind.name for kind in lexicon.kinds if kind.name != "owner" or not look.hops]
@@ -317,9 +321,11 @@ def _facts(rng: random.Random, n: int, first_kind: int, look: Style) -> list[Fac
 
 
 def _keys(rng: random.Random, n: int, lexicon: Lexicon, kinds: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
-    """Draw, for each kind, the owners and things that its facts can be about: a small grid, so that facts share them.
+    """Draw, for each kind, the pairs of an owner and a thing that its facts can be about: a small grid, so that facts
+    share them.
 
-    In a lexicon without things there is one fact about each owner.
+    In a lexicon without things there is one fact about each owner: its pairs, with an empty thing, are one list that
+    all kinds share.
     """
     if not lexicon.things:
         people = [(owner, "") for owner in rng.sample(lexicon.names, n)]
@@ -343,7 +349,9 @@ def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float,
 
 
 def _woven(filler: Sequence[str], said: Sequence[str], places: Iterable[float], joint: str) -> tuple[str, list[int]]:
-    """Insert facts between evenly spread sentences. Return the text, and where in it each fact begins."""
+    """Insert statements, each at its place from 0 (start) to 1 (end), between evenly spread sentences. Return the text,
+    and the character of it at which each statement begins, in the order of ``said``.
+    """
     # -1 marks a sentence that is no fact, and puts it before a fact at the same place
     parts = [((i + 0.5) / len(filler), -1, sentence) for i, sentence in enumerate(filler)]
     parts += [(place, number, said[number]) for number, place in enumerate(places)]

@@ -297,7 +297,9 @@ class Question:
         return [{"role": "user", "content": self.prompt}]
 
     def right(self, reply: str) -> bool:
-        """Return whether a reply is exactly the answer, white space and a final stop aside."""
+        """Return whether a reply is the answer and nothing more; white space around it, final stops and capitals do not
+        count.
+        """
         return reply.strip().rstrip(".").lower() == self.answer.lower()
 
 
@@ -309,7 +311,8 @@ def draw_value(kind: Kind, lexicon: Lexicon, rng: random.Random) -> str:
 
 
 def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str]) -> list[Fact]:
-    """Draw ``n`` facts with distinct keys, most of which share their owner or their thing with another.
+    """Draw ``n`` facts of random ones of these kinds, no two of one kind about the same owner and thing. Most share
+    their owner or their thing with another.
 
     Owners and things come from a small grid (about 1.5 times the square root of ``n`` each), so distractors
     with the same owner and distractors with the same thing are there by construction.
@@ -330,17 +333,19 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
 
 
 def most_facts(lexicon: Lexicon) -> int:
-    """Return how many facts a text can hold: for more, names and things give no keys. Without things each name is the
-    key of one fact.
+    """Return how many facts `draw_facts` can draw for one text: for more, a lexicon has too few names or things.
+    Without things each name is the key of one fact.
     """
     if not lexicon.things:
         return len(lexicon.names)
     longest = min(len(lexicon.names), len(lexicon.things))
-    return max(n for n in range(longest**2) if side(n) <= longest)
+    return max(n for n in range(longest**2) if side(n) <= longest)  # so many facts need more than `longest` names
 
 
 def side(n: int) -> int:
-    """Return how many owners, and how many things, ``n`` facts share: about 1.5 times the root of ``n``."""
+    """Return how many owners, and how many things, ``n`` facts share: about 1.5 times the root of ``n``, at most
+    ``n``.
+    """
     return min(n, 2 + int(1.5 * n**0.5))
 
 
@@ -390,7 +395,9 @@ def own_filler(rng: random.Random) -> Iterable[str]:
 
 
 def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
-    """Return another fact of a kind, whose key is of the other facts' grid but not taken."""
+    """Return another fact of a kind, whose owner and thing are those of other facts, but not of the same one of this
+    kind; if all such pairs are taken, with a thing that no other fact has.
+    """
     spec = HELD_OUT.kind(kind)
     taken = {(f.kind.name, f.owner, f.thing) for f in facts}
     is_material = kind == "owner"
@@ -416,7 +423,13 @@ def _estimate(text: str) -> int:
 
 
 def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[str]:
-    """Return sentences of the filler until the room is used up. A sentence that does not fit is left out."""
+    """Return sentences of the filler, in order, until they use up the room.
+
+    Args:
+        filler: sentences; one that does not fit is left out.
+        room: tokens that the sentences may take together, each with a space before it.
+        count: tokens of a string.
+    """
     taken: list[str] = []
     misses = 0
     for sentence in filler:
@@ -434,7 +447,9 @@ def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[
 def _weave(
     sentences: list[str], said: list[str], last: str, depth: float, rng: random.Random, *, earlier: str | None
 ) -> tuple[str, float]:
-    """Spread facts over the filler. Return the text, and where in it the asked fact stands (0 = start, 1 = end)."""
+    """Spread statements at random over evenly spread sentences, and put ``last``, the asked one, at ``depth``, behind
+    ``earlier``, which is one of ``said``. Return the text, and where in it ``last`` begins (0 = start, 1 = end).
+    """
     slots: list[tuple[float, str]] = [((i + 0.5) / len(sentences), s) for i, s in enumerate(sentences)]
     slots += [(rng.random() * depth if s is earlier else rng.random(), s) for s in said]
     slots.append((depth, last))
