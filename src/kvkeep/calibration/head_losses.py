@@ -79,7 +79,10 @@ class Passage:
             start += length
 
     def columns(self) -> list[Int[Tensor, "_"]]:
-        """Return the columns that predict the targets, by branch."""
+        """Return for each branch the columns that predict its targets, each one before a target.
+
+        Without branches, these are the columns of the stem.
+        """
         # the stem has targets of its own only without branches
         ends = [part.stop for part, _ in self.parts()][bool(self.branches) :]
         return [torch.arange(end - n, end) - 1 for end, n in zip(ends, self.targets, strict=True)]
@@ -171,8 +174,13 @@ class LimitedHeads(OnePass):
         return torch.cat(out, dim=2)
 
     def _sees(self, now: Int[Tensor, " t"], at: Int[Tensor, " S"], window: int | None) -> Bool[Tensor, "1 1 t S"]:
-        """Return which keys a limited head sees: the first `sinks` and the newest `recent` that the layer's window
-        allows.
+        """Return which keys each query of a limited head sees: the first `sinks` and the newest `recent`, as far as the
+        layer's window allows.
+
+        Args:
+            now: positions of the queries.
+            at: positions of the keys.
+            window: the layer's window; ``None``: it has none.
         """
         near = (at < self._near.sinks) | (now[:, None] - at < self._near.recent)
         return reference.visible(now[None], at[None, None], window) & near
@@ -197,7 +205,7 @@ def _full(
 
 
 def _for_heads(options: AttentionOptions, group: slice) -> AttentionOptions:
-    """Return the attention options of some query heads."""
+    """Return the attention options of a layer for some of its query heads."""
     sinks = None if options.sinks is None else options.sinks[group]
     return AttentionOptions(options.scaling, options.window, options.softcap, sinks)
 

@@ -144,6 +144,7 @@ def _metadata(writer: Writer, texts: int, heads: list[list[int]], rotations: Rot
         "num_traces": texts,
         "head_dim": 2 * len(first.frequencies),
         "dtype": writer.dtype,
+        # texts were read as they are, with the full cache
         "use_chat_template": False,
         "system_prompt": "",
         "prompt_template": "",

@@ -272,7 +272,7 @@ def sign_flip(differences: Sequence[float]) -> float:
         ways = torch.randint(2, (DRAWS, len(values)), generator=torch.Generator().manual_seed(0))
     sums = ((2 * ways - 1).double() @ values).abs()
     reached = int((sums >= values.sum().abs() - 1e-9).sum())  # 1e-9: sums that differ by rounding alone are equal
-    # the signs as they are count as one more draw, so that no p-value is 0
+    # drawn ways may lack the signs as they are, so these count as one more draw, and no p-value is 0
     return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
 
 
@@ -326,8 +326,8 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
 
 
 def _at_least(interval: Interval, points: float, n: int) -> Interval:
-    """Return an interval, widened to at least that of a share of 0: a difference that no question shows may still
-    exist.
+    """Return the interval of a difference of ``points``, widened around them to at least the width of the interval of a
+    share of 0 among ``n`` questions, but not beyond ±100: a difference that no question shows may still exist.
     """
     half = of_share(0, n)[1] / 2  # that interval begins at 0
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))

@@ -189,7 +189,7 @@ class Drive:
         self._follow([PromptReading(before)] * len(self.budgets))
 
     def _follow(self, readings: Sequence[PromptReading]) -> None:
-        """Give the rows' readings to the layers for the next tokens."""
+        """Give the rows' readings to all layers, which use them when the next tokens are fed."""
         for place, layer in enumerate(self.cache.bounded_layers().values()):
             layer.prompts = LayerPrompts(place, readings)
 
@@ -220,7 +220,10 @@ class Drive:
 
 
 def batches(lengths: Sequence[int]) -> list[slice]:
-    """Split rows into batches of at most `BATCH_TOKENS` columns together, but at least one row each."""
+    """Split rows of these lengths into batches, all of as many rows but the last one, as slices.
+
+    A batch has at most `BATCH_TOKENS` columns in all its rows together, but at least one row.
+    """
     # all rows of a batch are as wide as its longest, which may be the longest of all
     size = max(1, BATCH_TOKENS // max(lengths))
     return [slice(start, start + size) for start in range(0, len(lengths), size)]

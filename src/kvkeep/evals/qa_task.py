@@ -180,8 +180,8 @@ def in_turns(
 
 
 def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
-    """Feed the first part of each prompt, but for what is known of it, and cut it; return where in it the kept tokens
-    stand.
+    """Feed the first part of each prompt, but for what was read before, and cut it; return for each row which share of
+    the kept tokens is in each tenth of that part.
     """
     drive.feed(*left_padded([prompt.ids[drive.known : prompt.first] for prompt in prompts]), last_only=True)
     return _kept(drive, prompts)

@@ -61,6 +61,7 @@ def _memory(rows: Sequence[Row]) -> Table:
     It shows one case of the task of the first row: the case with most rows, and of several such cases the last one.
     """
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
+    # from the end, since `max` returns the first of equal ones
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns, task = list(by_budget(group)), str(group[0]["task"])
     cells = _cells(group, columns, lambda part: f"{over([*map(held, part)]).mean:.0%}")
@@ -156,7 +157,7 @@ def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Ta
 
 
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:
-    """Return the table line of each policy."""
+    """Return policy → its line of a table: what ``show`` makes of its rows at each budget; empty where it has none."""
     lines = {name: by_budget(part) for name, part in by_policy(group).items()}
     return {name: [show(line[column]) if column in line else "" for column in columns] for name, line in lines.items()}
 
@@ -169,6 +170,7 @@ def share_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
     for case, rows_of_case in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in rows_of_case if is_reference(row))
+        # older rows do not record the questions
         others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
         if any(full.values()) and others:  # of no right answer none can stay
             tables.append(_share_table(case, others, full))
@@ -226,13 +228,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _better(pair: PolicyPair) -> str:
-    """Return which of two policies is before the other."""
+    """Return as text which of two policies is before the other: ``h2o before local``."""
     better, worse = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
     return f"{better} before {worse}"
 
 
 def _span(group: Sequence[PolicyPair]) -> str:
-    """Return the smallest and the largest number of questions of the pairs."""
+    """Return the number of questions of the pairs as text, or the range if they differ: ``20 to 30``."""
     low, high = min(pair.n for pair in group), max(pair.n for pair in group)
     return str(low) if low == high else f"{low} to {high}"
 

@@ -422,6 +422,8 @@ def _again(others: list[int], n: int) -> list[int]:
 
 _HOPS = 4
 _COMMON = 10
+"""RULER's: variables that follow from the first one (vt), and words that come often (cwe)."""
+
 _SHORT = 4096
 """Contexts below this length have fewer repetitions, as in RULER."""
 

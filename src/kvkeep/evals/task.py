@@ -303,20 +303,26 @@ def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:
 
 
 def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
-    """Return each row's attention to its own token, which no policy can lose. The rows are the last of ``T`` tokens."""
+    """Return each query's attention to its own token, which no policy can lose.
+
+    The queries are those of the last ``R`` of ``T`` tokens.
+    """
     R, T = probabilities.shape[-2:]
     return probabilities.diagonal(offset=T - R, dim1=-2, dim2=-1)
 
 
 def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
-    """Return the part of one row's attention that falls on the tokens in the slots (-1 = empty)."""
+    """Return the part of one query's attention to ``T`` tokens that falls on those whose positions the slots hold.
+
+    An empty slot has the position -1.
+    """
     # an empty slot reads the first token's attention, which is then masked
     mass = probabilities.gather(-1, positions.long().clamp(min=0))
     return mass.masked_fill(positions < 0, 0.0).sum(dim=-1)
 
 
 def best_dynamic(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """Return the most attention that each row's own token and its best ``budget`` past tokens can hold."""
+    """Return the most attention that each query's own token and its best ``budget`` earlier tokens can have."""
     before = past(probabilities)
     return before.topk(min(budget, before.shape[-1]), dim=-1).values.sum(dim=-1) + own(probabilities)
 

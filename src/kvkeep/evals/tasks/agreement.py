@@ -186,7 +186,13 @@ class Agreement(Task):
         return _Followed(torch.cat(equal).view(shape), torch.cat(kl).view(shape), drive.cache.memory())
 
     def _score(self, equal: Sequence[Float[Tensor, "n _"]], kl: Sequence[Float[Tensor, "n _"]]) -> dict[str, Any]:
-        """Return the numbers of a result from the steps of each batch's rows."""
+        """Return the score: the means over the comparisons of all batches, and the mean number of equal tokens before
+        the first difference (``first_difference``).
+
+        Args:
+            equal: for each batch, by step and row, 1 where both likeliest tokens are equal, else 0.
+            kl: KL(full ‖ bounded) of the same comparisons, in nats.
+        """
         # the product of all steps so far is 1 until the first token that differs
         firsts = torch.cat([steps.cumprod(dim=0).sum(dim=0) for steps in equal])
         found = _score(torch.cat([e.flatten() for e in equal]), torch.cat([k.flatten() for k in kl]), self._steps())
@@ -219,7 +225,7 @@ class Agreement(Task):
         return batches([self.ids.shape[1]] * len(self.ids))
 
     def _steps(self) -> Int[Tensor, " n"]:
-        """Return the part of the continuation that each comparison falls into, by batch and then by step."""
+        """Return the part of the continuation, of `_PARTS`, that each comparison falls into: by batch, step and row."""
         steps = [torch.arange(self.new).repeat_interleave(len(r.tokens)) for r in self.references]
         return torch.cat(steps) * _PARTS // self.new
 

@@ -40,7 +40,8 @@ def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n
     for number in range(n):
         seed = options.seed * n + number
         haystack = Haystack(options.text, seed)
-        # the seed has no part in the sentences of the user's text, so each item begins at another one of them
+        # the seed has no part in the sentences of the user's text, so each item begins at another one of them; another
+        # distance than 16 would change results
         skip = 0 if options.text is None else 16 * seed
 
         def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:  # of this turn of the loop

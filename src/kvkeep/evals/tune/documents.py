@@ -237,7 +237,7 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text; if it has none, its lines and pieces of lines."""
+    """Return the sentences of a text; they also end with a line, and long ones come in pieces."""
     found = [part.strip() for part in _PART.split(text)]
     return [piece for part in found if part for piece in _pieces(part)]
 

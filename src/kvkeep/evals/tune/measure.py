@@ -186,7 +186,7 @@ def most(questions: int, documents: int) -> float:
 
 
 def needed(target: float, each: float) -> tuple[int, int]:
-    """Return how many questions can show a target if all answers stay, and in how many documents."""
+    """Return how many questions can show a target if all answers stay, and how many documents of ``each`` questions."""
     # more documents never show less, so their number can be bisected
     documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
     return round(documents * each), documents

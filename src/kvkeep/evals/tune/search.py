@@ -506,7 +506,7 @@ def _windows(count: int, limits: Limits) -> Sizes:
     confirm.
     """
     limit = limits.given or limits.windows
-    searched = min(_SEARCHED_WINDOWS, count // 3)
+    searched = min(_SEARCHED_WINDOWS, count // 3)  # a third, as in `sizes_of`
     if count - searched < LEAST_WINDOWS or not limits.apart:
         return _together(min(count, limit))
     return _split(searched, min(count, searched + limit))
@@ -606,7 +606,7 @@ def _expected(ladders: Sequence[Ladder], sizes: Sizes) -> int:
     lengths = [len(ladder) for ladder in ladders if ladder]
     first, last = sizes.confirm
     documents = max(sizes.rounds[-1], last)  # of the full cache
-    documents += sum(length.bit_length() for length in lengths) * sizes.rounds[0]
+    documents += sum(length.bit_length() for length in lengths) * sizes.rounds[0]  # the steps of a bisection
     arms, known = len(lengths), sizes.rounds[0]
     for more in sizes.rounds[1:]:
         arms = max(min(arms, FINALISTS), -(-arms // 2))
