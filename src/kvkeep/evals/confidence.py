@@ -256,7 +256,7 @@ def compare(task: str, protocol: str, budget: str, first: tuple[str, Grades], se
 
 def sign_flip(differences: Sequence[float]) -> float:
     """Return the p-value of a sign-flip test with two sides: of all ways to choose the signs of the differences, the
-    share under which their sum lies at least as far from 0 as it does; 1 if all are 0.
+    share under which their sum lies at least as far from 0 as with their own signs; 1 if all are 0.
 
     Every way is tried for up to `FLIPS` differences that are not 0; for more, `DRAWS` ways are drawn, always the same.
     For differences of ±1 this is McNemar's test.
@@ -433,8 +433,9 @@ def kept(own: Answers, full: Answers) -> KeptShare:
 
 
 def difference(first: Answers, second: Answers, full: Answers) -> PolicyDifference:
-    """Return by how many questions the first policy is better than the second one, of those that both were asked and
-    that the full cache answers right.
+    """Return how much better the first policy is than the second one, in percentage points and in questions.
+
+    Only the questions count that both were asked and that the full cache answers right.
     """
     questions = [question for question in first.keys() & second.keys() & full.keys() if full[question]]
     clusters = [(sum(first[q] - second[q] for q in group), len(group)) for group in _by_text(questions)]

@@ -170,7 +170,7 @@ def share_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
     for case, rows_of_case in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in rows_of_case if is_reference(row))
-        # older rows do not record the questions
+        # a row may lack the record of its questions, see `records.fault`
         others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
         if any(full.values()) and others:  # of no right answer none can stay
             tables.append(_share_table(case, others, full))
