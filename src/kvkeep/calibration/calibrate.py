@@ -46,7 +46,7 @@ FACTS = 16
 
 
 def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, seed: int) -> list[list[Prompted]]:
-    """Return the questions about each of ``n`` texts of about ``tokens`` tokens.
+    """Return the questions about each of ``n`` texts of about ``tokens`` tokens with planted facts: a list per text.
 
     Raises:
         InputError: the facts alone are longer than a text.
@@ -69,8 +69,11 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
 
     Args:
         writer: the model.
-        asked: the questions.
+        asked: the questions, all about one text.
         together: whether all questions share one passage. A model with layers that have a state needs one for each.
+
+    Returns:
+        The passages; none if the model answers nothing right.
     """
     replies, wording = _replies(writer, asked), wording_of(writer.checkpoint)
     known = [
@@ -85,7 +88,7 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
 
 
 def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: int) -> Passage:
-    """Return one text with all of its questions and answers behind it as branches, so that it is read once.
+    """Return one passage: a text, and its questions with their answers as branches behind it, so that it is read once.
 
     Args:
         known: token ids of each prompt, and of its answer.
@@ -152,7 +155,9 @@ class CalibrationFile:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[CalibrationFile]:
-        """Open and lock the file, and yield it with its lines read. An empty file is removed at the end.
+        """Open and lock the file of a calibration's progress, make it if need be, and yield it with its lines read.
+
+        A file without lines is removed at the end.
 
         Raises:
             InputError: the file cannot be read or written, another run is writing to the file, or the file holds
@@ -175,7 +180,7 @@ class CalibrationFile:
                     path.unlink(missing_ok=True)
 
     def agree(self, run: Mapping[str, Any]) -> None:
-        """Check that the file holds this calibration; if it is empty, write the calibration's settings.
+        """Check that the first line has the settings ``run`` of this calibration; if the file is empty, write it.
 
         Raises:
             InputError: the file holds another calibration.
@@ -194,7 +199,7 @@ class CalibrationFile:
             )
 
     def find(self, row: str, **keys: object) -> dict[str, Any] | None:
-        """Return the first line of this kind with these values; ``None`` if it was not measured yet."""
+        """Return the first line of the kind ``row`` that has these entries; ``None`` if there is none yet."""
         for line in self._rows:
             if line["row"] == row and all(line.get(key) == value for key, value in keys.items()):
                 return line
@@ -216,7 +221,11 @@ class CalibrationFile:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raise an `InputError` in place of a failed write of the progress file, within the context."""
+    """Turn a failed write of the progress file ``path`` in the context into an `InputError`.
+
+    Raises:
+        InputError: something in the context has raised an `OSError`.
+    """
     try:
         yield
     except OSError as error:
@@ -324,7 +333,7 @@ class Calibration:
     settings: CalibrationSettings
 
     def __post_init__(self) -> None:
-        """Make everything that needs no weights, so that bad input is found early.
+        """Make questions and windows, for which no weights are needed, so that bad input is found early.
 
         Raises:
             InputError: the model has too few positions, the text is too short, or the facts are longer than the
@@ -361,7 +370,13 @@ class Calibration:
 def calibrate(
     job: Calibration, writer: Writer, part: CalibrationFile, on_stage: OnStage = lambda what, share: None
 ) -> Profile:
-    """Measure the heads that were not measured yet, and return the profile.
+    """Measure how much each head needs the far past, and return the profile of the heads. It is not written.
+
+    Args:
+        job: texts, questions and settings.
+        writer: the model.
+        part: the progress: what it has is not measured again, and what is measured is written there.
+        on_stage: called with the name and the finished share of each stage.
 
     Raises:
         InputError: the part holds another calibration, cannot be written, or memory does not suffice.
@@ -393,7 +408,7 @@ def calibrate(
 
 
 def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float, ...], ...]:
-    """Return the need of each head, from the loss of limiting that head alone.
+    """Return the need of each head, in [0, 1], by layer, from the loss of limiting that head alone.
 
     The harm to answers and the distance on the text, each as a share of the largest, are averaged. The need is the root
     of it: heads replace each other, so the harm of one alone falls short of its part. Small needs are 0.
@@ -420,7 +435,10 @@ def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list
 
 
 def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
-    """Answer the questions and read all passages with the full cache, and return what measures losses against it."""
+    """Answer the questions and read all passages with the full cache, and return the meter that compares heads with it.
+
+    Questions that the model answers wrong have no part in it.
+    """
     s, name = job.settings, "reading with the full cache"
     made = job.documents
     together = not keeps_states(writer.model.config)  # questions cannot share a state, as they do keys
@@ -433,9 +451,10 @@ def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
 
 
 def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[list[Loss]]:
-    """Return the loss of each head alone, by layer.
+    """Return the loss of limiting each head alone, by layer.
 
-    A layer takes one pass, with its heads as rows of a batch. What the file has is not measured again.
+    A layer takes one pass, with its heads as rows of a batch. What the file has is not measured again; the rest is
+    written there.
     """
     found = []
     for done, (layer, heads) in enumerate(bench.heads.items()):
@@ -453,9 +472,16 @@ def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[l
 def _together(
     bench: LossMeter, part: CalibrationFile, heads: Sequence[Sequence[float]], on_stage: OnStage
 ) -> list[dict[str, Any]]:
-    """Return the losses of growing sets of limited heads, those with the least need first, in at most `_STEPS` sizes.
+    """Return the losses of growing sets of heads that are limited together, those with the least need first.
 
-    What the file has is not measured again.
+    There are at most `_STEPS` sets; each entry has its number of heads (``heads``), and the fields of a `Loss`. What
+    the file has is not measured again; else it is written there.
+
+    Args:
+        bench: measures losses.
+        part: the file.
+        heads: the need of each head, by layer.
+        on_stage: called at the start and at the end.
     """
     on_stage("heads together", 0.0)
     numbers = list(bench.heads)

@@ -23,7 +23,7 @@ _DEFAULT = {"sink_size": 64, "recent_size": 256}
 
 
 def imported(path: str, config: Any, *, name: str, sparsity: float | None = None) -> Profile:
-    """Return a DuoAttention pattern as a profile.
+    """Return a DuoAttention pattern, read from its file, as a profile of heads.
 
     Args:
         path: the file of numbers, or its folder.
@@ -88,7 +88,7 @@ def _read(file: Path) -> bytes:
     """Return the bytes of a pattern's file.
 
     Raises:
-        InputError: the file cannot be read, or is larger than any pattern.
+        InputError: there is no such file, it cannot be read, or it is larger than any pattern.
     """
     try:
         if file.exists() and not file.is_file():  # a pipe would never end
@@ -103,7 +103,7 @@ def _read(file: Path) -> bytes:
 
 
 def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tuple[float, ...], ...]:
-    """Return 0 for the share of all layers' heads with the smallest numbers, and 1 for the others."""
+    """Return 0 for the heads with the smallest numbers, a share ``sparsity`` of all layers' heads, 1 for the others."""
     flat = [value for row in numbers for value in row]
     # of equal numbers the first go, see `imported`
     none = set(sorted(range(len(flat)), key=lambda at: (flat[at], at))[: round(sparsity * len(flat))])
@@ -113,10 +113,11 @@ def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tup
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Return the numbers of first and newest tokens used in the pattern's training; without a file, the usual ones.
+    """Return ``sink_size`` and ``recent_size``: how many first and newest tokens limited heads saw in the pattern's
+    training; without a file, DuoAttention's defaults.
 
     Raises:
-        InputError: the file does not hold these numbers.
+        InputError: the file cannot be read, or does not hold these numbers; or both are 0.
     """
     if not file.exists():
         return dict(_DEFAULT)

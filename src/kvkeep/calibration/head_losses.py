@@ -68,7 +68,10 @@ class Passage:
         return torch.cat(parts)
 
     def parts(self) -> Iterator[tuple[slice, Int[Tensor, "_"]]]:
-        """Yield, for the stem and each branch, its columns and all columns that belong to the same text."""
+        """Yield, for the stem and then each branch, its own columns, and the indices of all columns that it may see.
+
+        For a branch these are those of the stem and its own.
+        """
         stem, start = torch.arange(self.stem), self.stem
         yield slice(0, self.stem), stem
         for length in self.branches:
@@ -76,7 +79,10 @@ class Passage:
             start += length
 
     def columns(self) -> list[Int[Tensor, "_"]]:
-        """Return the columns that predict the targets, by branch."""
+        """Return for each branch the columns that predict its targets, each one before a target.
+
+        Without branches, these are the columns of the stem.
+        """
         # the stem has targets of its own only without branches
         ends = [part.stop for part, _ in self.parts()][bool(self.branches) :]
         return [torch.arange(end - n, end) - 1 for end, n in zip(ends, self.targets, strict=True)]
@@ -101,15 +107,16 @@ class LimitedHeads(OnePass):
         self._passage, self._near, self._limited = passage, near, limited
 
     def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Return full attention's output, with that of the limited heads computed anew.
+        """Return the layer's attention over the passage, in which limited heads see their near window only.
 
-        The passage gives the positions.
+        Branches do not see each other, since the passage gives the positions. Each limited head of each row is computed
+        anew after all heads were computed without limits.
         """
         query, keys, values, options = step.query, step.keys, step.values, step.options
         self.heads = keys.shape[1]
         places, out = self._passage.positions.to(query.device), []
-        # the parts follow each other in the columns, so their outputs do, too
-        # by part, since branches have the same positions, by which attention would let them see each other
+        # by part, since branches have the same positions, by which attention would let them see each other; parts
+        # follow each other in the columns, so their outputs do, too
         for part, columns in self._passage.parts():
             columns = columns.to(query.device)
             out.append(_full(query[:, :, part], keys[:, :, columns], values[:, :, columns], places[columns], options))
@@ -124,7 +131,9 @@ class LimitedHeads(OnePass):
         return whole
 
     def _counts(self) -> Bool[Tensor, "T 1"]:
-        """Return for each column whether its query is limited."""
+        """Return for each column whether the limit of heads holds for its query: for all, or for those that predict
+        targets.
+        """
         if not self._near.inside:
             return torch.ones(self.columns, 1, dtype=torch.bool)
         counts = torch.zeros(self.columns, 1, dtype=torch.bool)
@@ -139,7 +148,17 @@ class LimitedHeads(OnePass):
         places: Int[Tensor, " T"],
         options: AttentionOptions,
     ) -> Float[Tensor, "n G T E"]:
-        """Return the output of one limited head, computed a block of rows at a time, in float32."""
+        """Return the output of one limited KV head for all columns, as if the limit held for all, in float32.
+
+        It is computed a block of columns at a time.
+
+        Args:
+            query: queries of the ``G`` query heads that share the KV head, of the rows in which it is limited.
+            keys: its keys in these rows.
+            values: its values in these rows.
+            places: the position of each column.
+            options: those of these query heads.
+        """
         out = []
         for part, columns in self._passage.parts():
             columns = columns.to(query.device)
@@ -155,8 +174,13 @@ class LimitedHeads(OnePass):
         return torch.cat(out, dim=2)
 
     def _sees(self, now: Int[Tensor, " t"], at: Int[Tensor, " S"], window: int | None) -> Bool[Tensor, "1 1 t S"]:
-        """Return which keys a limited head sees: the first `sinks` and the newest `recent` that the layer's window
-        allows.
+        """Return which keys each query of a limited head sees: the first `sinks` and the newest `recent`, as far as the
+        layer's window allows.
+
+        Args:
+            now: positions of the queries.
+            at: positions of the keys.
+            window: the layer's window; ``None``: it has none.
         """
         near = (at < self._near.sinks) | (now[:, None] - at < self._near.recent)
         return reference.visible(now[None], at[None, None], window) & near
@@ -169,7 +193,10 @@ def _full(
     places: Int[Tensor, " S"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq t E"]:
-    """Return the attention of new queries to all keys, as heads without a limit have it."""
+    """Return the attention of queries to all keys up to each one's position, as heads without a limit have it.
+
+    The queries are those of the last ``t`` keys; ``places`` has the positions of the keys.
+    """
     B, t = query.shape[0], query.shape[2]
     slots = Slots(keys, values, places.expand(B, 1, -1))
     now = places[-t:].expand(B, -1)
@@ -178,7 +205,7 @@ def _full(
 
 
 def _for_heads(options: AttentionOptions, group: slice) -> AttentionOptions:
-    """Return the attention options of some query heads."""
+    """Return the attention options of a layer for some of its query heads."""
     sinks = None if options.sinks is None else options.sinks[group]
     return AttentionOptions(options.scaling, options.window, options.softcap, sinks)
 
@@ -262,11 +289,11 @@ class LossMeter:
     heads: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Run the full cache on all passages, and keep its outputs for comparison.
+        """Run the model on all passages without limits, and keep its outputs for comparison.
 
         Raises:
-            UnsupportedModelError: the layers differ in their number of heads.
-            InputError: the model's probabilities are NaN.
+            UnsupportedModelError: the layers differ in their number of KV heads.
+            InputError: the model's probabilities are NaN, or the device's memory is too small.
         """
         self._answers: list[Float[Tensor, "1 questions"]] = []
         self._texts: list[Float[Tensor, "targets V"]] = []
@@ -303,7 +330,7 @@ class LossMeter:
         return [loss for at in range(0, len(sets), size) for loss in self._batch(sets[at : at + size])]
 
     def _batch(self, sets: Sequence[Collection[Head]]) -> list[Loss]:
-        """Return the loss of each set of limited heads. One row of the batch stands for one set."""
+        """Return the loss of limiting each set of heads. One row of the batch stands for one set; all run at once."""
         limited = {
             layer: torch.tensor([[(layer, head) in chosen for head in range(n)] for chosen in sets])
             for layer, n in self.heads.items()
@@ -322,7 +349,12 @@ class LossMeter:
 
 
 def _log_probabilities(passage: Passage, logits: Sequence[Float[Tensor, "B _ V"]]) -> Float[Tensor, "B questions"]:
-    """Return the log-probability of each answer: the sum over its tokens."""
+    """Return the log-probability of each answer of a passage in each row: the sum over its tokens.
+
+    Args:
+        passage: a passage whose targets are answers.
+        logits: for each branch, those that predict its targets.
+    """
     found = []
     for part, columns in zip(logits, passage.columns(), strict=True):
         targets = passage.ids[columns + 1].to(part.device).expand(len(part), -1)

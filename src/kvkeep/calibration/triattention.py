@@ -50,7 +50,7 @@ class QueryMeans(Probe):
         return self.layer.columns
 
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Add the queries of whole texts, and return the layer's output.
+        """Add the queries of whole texts to the sums, let the layer take the step, and return its output.
 
         Raises:
             UnsupportedModelError: the layer rotates a part of each head only.
@@ -69,7 +69,10 @@ class QueryMeans(Probe):
         return step.run(self.layer)
 
     def entries(self) -> list[dict[str, Float[Tensor, " F"]]]:
-        """Return the statistics of each query head, by the official names."""
+        """Return the statistics of each query head, over all texts so far, by the official names.
+
+        These are the real and the imaginary part of the mean query of each rotated pair, and the mean of its length.
+        """
         mean, length = self._pairs / self._count, self._lengths / self._count
         return [
             {"q_mean_real": x.real.float(), "q_mean_imag": x.imag.float(), "q_abs_mean": y.float()}
@@ -79,7 +82,9 @@ class QueryMeans(Probe):
 
 @torch.inference_mode()
 def statistics(writer: Writer, texts: Sequence[Int[Tensor, " _"]]) -> dict[str, Any]:
-    """Return the content of the file: ``metadata``, and ``stats`` by ``layer00_head00``.
+    """Run the texts through the model, and return the content of a file of query statistics.
+
+    It has ``metadata``, and in ``stats`` an entry for each layer and query head, such as ``layer00_head00``.
 
     Args:
         writer: the model.
@@ -108,10 +113,10 @@ def statistics(writer: Writer, texts: Sequence[Int[Tensor, " _"]]) -> dict[str, 
 
 
 def _rotation(rotations: Rotations, layer: int) -> Rotation:
-    """Return the rotation of a layer.
+    """Return the rotation of the layer of a number.
 
     Raises:
-        UnsupportedModelError: the layer has none.
+        UnsupportedModelError: the layer has no rotary positions.
     """
     if (rotation := rotations.get(layer)) is None:
         raise UnsupportedModelError(
@@ -122,7 +127,14 @@ def _rotation(rotations: Rotations, layer: int) -> Rotation:
 
 
 def _metadata(writer: Writer, texts: int, heads: list[list[int]], rotations: Rotations) -> dict[str, Any]:
-    """Return what the official loader asks of a file beside the numbers."""
+    """Return the metadata that the official loader asks of a file beside the numbers.
+
+    Args:
+        writer: the model.
+        texts: number of texts.
+        heads: layer and query head of each entry of the file.
+        rotations: the rotation of each layer.
+    """
     config = writer.model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     # models whose layers differ have a dict for each kind of layer; the file has room for one
@@ -132,6 +144,7 @@ def _metadata(writer: Writer, texts: int, heads: list[list[int]], rotations: Rot
         "num_traces": texts,
         "head_dim": 2 * len(first.frequencies),
         "dtype": writer.dtype,
+        # texts were read as they are, with the full cache
         "use_chat_template": False,
         "system_prompt": "",
         "prompt_template": "",
@@ -145,7 +158,7 @@ def _metadata(writer: Writer, texts: int, heads: list[list[int]], rotations: Rot
 
 
 def save(content: dict[str, Any], path: Path) -> None:
-    """Write the file, whole or not at all.
+    """Write query statistics to the file ``path``, whole or not at all; an older one is replaced.
 
     Raises:
         InputError: it cannot be written.

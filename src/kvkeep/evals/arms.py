@@ -32,7 +32,10 @@ class PolicyArm(NamedTuple):
     head_budget: str | None = None
 
     def over(self, setup: Setup) -> Setup:
-        """Return a setup with what the list names in place of its own."""
+        """Return a copy of ``setup`` with this arm's bits and rule for heads, as far as it names them.
+
+        The bits ``16`` stand for the model's dtype, so they become ``None``.
+        """
         return replace(
             setup,
             kv_bits=check_bits(self.kv_bits or setup.kv_bits),
@@ -41,10 +44,12 @@ class PolicyArm(NamedTuple):
 
 
 def split_policies(text: str) -> list[Policy]:
-    """Return the policies of `split_arms`, which must name nothing else.
+    """Return the policies of a list as in `split_arms`, none of which may name bits or a rule for heads.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong or names bits or a rule for heads.
+        InputError: slots cannot have the bits that it names.
+        BudgetError: the number of the rule that it names is out of range.
     """
     arms = split_arms(text)
     for policy, *named in arms:
@@ -81,10 +86,12 @@ def split_arms(text: str) -> list[PolicyArm]:
 
 
 def _arm(text: str) -> PolicyArm:
-    """Return what ``POLICY@BITS@RULE`` says; bits and rule are ``None`` if none are named.
+    """Return what ``POLICY@BITS@RULE`` says; bits and rule, in any order, are ``None`` if none are named.
 
     Raises:
-        PolicyError: the text names bits or a rule twice.
+        PolicyError: the text names bits or a rule twice, or its policy is wrong.
+        InputError: slots cannot have these bits, or there is no such rule.
+        BudgetError: the rule's number is out of range.
     """
     policy, *words = (word.strip() for word in text.split("@"))
     named: dict[str, str] = {}

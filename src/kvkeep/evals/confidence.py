@@ -52,11 +52,13 @@ def of_mean(spread: Spread) -> Interval:
 def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
     """Return the interval of a share of right answers, in percent, for questions that come in clusters.
 
-    Wilson's interval for as many independent questions as would have the variance between clusters (Korn and Graubard,
-    1998), but for no more than there are, with Student's quantile for the number of clusters.
+    It is Wilson's interval for as many independent questions as would have the variance between clusters (Korn and
+    Graubard, 1998), but for no more than there are, with Student's quantile for the number of clusters.
+
+    It is NaN for fewer than two clusters, or without a question.
 
     Args:
-        clusters: right answers and questions of each cluster; NaN for fewer than two clusters.
+        clusters: number of right answers and number of questions of each cluster.
     """
     n, share = sum(size for _, size in clusters), _ratio(clusters)
     if len(clusters) < 2 or not n:
@@ -133,7 +135,7 @@ FLIPS = 12
 
 DRAWS = 10_000
 LEVEL = 0.05
-_CELL = ("task", "case", "policy", "setup", "budget")
+_CELL = ("task", "case", "policy", "setup", "budget")  # without the seed: an interval is one of all seeds together
 _POWER = (_NORMAL + 0.842) / _NORMAL
 """A difference so many times the half of its interval is found in four of five runs: 0.842 is the normal quantile of
 80 %."""
@@ -170,7 +172,7 @@ class PolicyPair:
 
 
 def grades(rows: Iterable[Row]) -> Grades:
-    """Return the grades in rows that differ only by seed and case, by question.
+    """Return question → grade of some rows, which may differ by seed and case alone.
 
     Rows without a record of questions add none.
     """
@@ -184,7 +186,9 @@ def grades(rows: Iterable[Row]) -> Grades:
 
 
 def of_cell(rows: Sequence[Row]) -> Interval:
-    """Return a mean grade's 95 % interval, in percent; NaN for a single text or without a record of questions.
+    """Return the 95 % interval of the mean grade of rows that differ only by seed and case, in percent.
+
+    It is NaN for a single text, or without a record of questions.
 
     Answers that are right or wrong have Wilson's interval, for the effective number of questions where a text has
     several. Other grades have the percentiles of a bootstrap over texts.
@@ -203,7 +207,10 @@ def of_cell(rows: Sequence[Row]) -> Interval:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return ``intervals`` (one per cell with graded questions) and ``pairs`` as plain data; NaN is ``null``."""
+    """Return ``intervals`` (one per cell with graded questions) and ``pairs`` (see `pairs`) as plain data for JSON.
+
+    NaN becomes ``None``. Rows of a cell that differ by seed have one interval together.
+    """
     cells = grouped(rows, lambda row: tuple(str(row.get(key) or "") for key in _CELL))
     intervals = [
         {**dict(zip(_CELL, cell, strict=True)), "n": len(grades(own)), "interval": of_cell(own)}
@@ -215,9 +222,9 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
-    """Return the comparison of all pairs of policies by task, protocol and budget.
+    """Return the comparison of every two policies at each budget of each task and protocol, over the task's cases.
 
-    A policy that never evicts takes part at every budget.
+    What is clear is corrected for all pairs of a budget. A policy that never evicts takes part at every budget.
     """
     return [
         pair
@@ -230,7 +237,14 @@ def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
 
 
 def compare(task: str, protocol: str, budget: str, first: tuple[str, Grades], second: tuple[str, Grades]) -> PolicyPair:
-    """Return the comparison of two policies, each with its grades, on the questions that both were asked."""
+    """Return the comparison of two policies on the questions that both were asked; `PolicyPair.clear` and
+    `PolicyPair.needed` are not set yet.
+
+    Args:
+        task, protocol, budget: the part of the results.
+        first: name and grades of a policy.
+        second: name and grades of the other one. Points are above 0 if the first one is better.
+    """
     both = {question: first[1][question] - second[1][question] for question in first[1] if question in second[1]}
     texts = [(sum(both[q] for q in own), len(own)) for own in _by_text(both)]
     n = len(both)
@@ -241,9 +255,11 @@ def compare(task: str, protocol: str, budget: str, first: tuple[str, Grades], se
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """Return the share of sign changes that move a sum of differences at least as far from 0; 1 if all are 0.
+    """Return the p-value of a sign-flip test with two sides: of all ways to choose the signs of the differences, the
+    share under which their sum lies at least as far from 0 as with their own signs; 1 if all are 0.
 
-    Every way to change signs is tried for up to `FLIPS` differences. For differences of ±1 this is McNemar's test.
+    Every way is tried for up to `FLIPS` differences that are not 0; for more, `DRAWS` ways are drawn, always the same.
+    For differences of ±1 this is McNemar's test.
     """
     # the sign of a 0 changes nothing
     values = torch.tensor([value for value in differences if value], dtype=torch.float64)
@@ -256,12 +272,14 @@ def sign_flip(differences: Sequence[float]) -> float:
         ways = torch.randint(2, (DRAWS, len(values)), generator=torch.Generator().manual_seed(0))
     sums = ((2 * ways - 1).double() @ values).abs()
     reached = int((sums >= values.sum().abs() - 1e-9).sum())  # 1e-9: sums that differ by rounding alone are equal
-    # the signs as they are count as one more draw, so that no p-value is 0
+    # drawn ways may lack the signs as they are, so these count as one more draw, and no p-value is 0
     return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
 
 
 def _corrected(pairs: Sequence[PolicyPair]) -> list[PolicyPair]:
-    """Return the pairs with `PolicyPair.clear` and `PolicyPair.needed` set by Holm's rule."""
+    """Return copies of the pairs of one budget, in their order: `PolicyPair.clear` is set by Holm's rule for all of
+    them together, and `PolicyPair.needed` for those that are not clear.
+    """
     clear: set[int] = set()
     order = sorted(range(len(pairs)), key=lambda i: pairs[i].p)
     for rank, i in enumerate(order):
@@ -283,13 +301,15 @@ def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
         return None
     # n texts that all differ in one direction have a p-value of 2 / 2**n, and Holm compares it with LEVEL / pairs
     least = math.ceil(math.log2(2 * pairs_of_budget / LEVEL)) * pair.n / pair.texts
+    # more than there are, since with these the difference is not clear
     return math.ceil(max(pair.n + 1, least, pair.n * (_POWER * half / pair.points) ** 2))
 
 
 def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
-    """Return a bootstrap interval of a mean over texts, in percent.
+    """Return the 95 % bootstrap interval of a mean grade, in percent; texts are resampled, not questions.
 
-    A text has a sum of grades and a number of questions.
+    Args:
+        texts: the sum of the grades and the number of questions of each text.
     """
     sums, sizes = torch.tensor(texts, dtype=torch.float64).T
     # the same samples each time, so that a table does not change when it is made again
@@ -306,8 +326,8 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
 
 
 def _at_least(interval: Interval, points: float, n: int) -> Interval:
-    """Return an interval, widened to at least that of a share of 0: a difference that no question shows may still
-    exist.
+    """Return the interval of a difference of ``points``, widened around them to at least the width of the interval of a
+    share of 0 among ``n`` questions, but not beyond ±100: a difference that no question shows may still exist.
     """
     half = of_share(0, n)[1] / 2  # that interval begins at 0
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
@@ -387,8 +407,7 @@ class PolicyDifference:
 
 
 def answers(rows: Iterable[Row]) -> Answers:
-    """Return whether each question of rows that differ only by seed was answered right: (seed, document, number) →
-    whether.
+    """Return (seed, document, number) → whether this question was answered right, of rows that differ only by seed.
 
     Rows without a record of questions add none.
     """
@@ -400,7 +419,12 @@ def answers(rows: Iterable[Row]) -> Answers:
 
 
 def kept(own: Answers, full: Answers) -> KeptShare:
-    """Return the share of the full cache's right answers that a policy keeps, over questions asked of both."""
+    """Return which share of the full cache's right answers a policy gives, too, of the questions that both were asked.
+
+    Args:
+        own: the policy's answers.
+        full: the full cache's.
+    """
     both = own.keys() & full.keys()
     questions = [question for question in both if full[question]]
     clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(questions)]
@@ -409,7 +433,10 @@ def kept(own: Answers, full: Answers) -> KeptShare:
 
 
 def difference(first: Answers, second: Answers, full: Answers) -> PolicyDifference:
-    """Return the comparison of two policies on the questions that both were asked and that the full cache answers."""
+    """Return how much better the first policy is than the second one, in percentage points and in questions.
+
+    Only the questions count that both were asked and that the full cache answers right.
+    """
     questions = [question for question in first.keys() & second.keys() & full.keys() if full[question]]
     clusters = [(sum(first[q] - second[q] for q in group), len(group)) for group in _by_text(questions)]
     only = (sum(first[q] > second[q] for q in questions), sum(first[q] < second[q] for q in questions))

@@ -64,7 +64,10 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def heat(rows: Sequence[Row]) -> list[Heat]:
-    """Return maps of the hidden facts found, by depth and context: one for each task, protocol, policy and budget."""
+    """Return maps of what policies find of hidden facts, by depth and context, from the rows of the tasks in `HIDDEN`.
+
+    There is one for each task, protocol, policy and budget; seeds are taken together.
+    """
     # the context, with which a case's name begins, is an axis of the map
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
@@ -78,7 +81,9 @@ def heat(rows: Sequence[Row]) -> list[Heat]:
 
 
 def _map(title: str, rows: Sequence[Row]) -> Heat:
-    """Return a heat map of what was found, in percent, by depth in the text and length of the text."""
+    """Return a heat map of what was found, in percent: a line for each tenth of the depth, a column for each length of
+    the text. A cell without a question is NaN.
+    """
     by = grouped(rows, lambda row: row["case"].partition(",")[0].partition("=")[2])
     lengths = sorted(by, key=lambda text: (len(text), text))  # numbers as texts, in the order of numbers
     values = [
@@ -96,7 +101,9 @@ def _share(counts: Sequence[Sequence[float | int]]) -> float:
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:
-    """Return plots of each measure over the budget; a policy that never evicts is a horizontal line."""
+    """Return a panel for each case of each measure but KL divergence and regret: the measure over the budget in percent
+    of the text, with a line for each policy. One that never evicts is a horizontal line.
+    """
     return [
         _titled(
             cases,
@@ -122,9 +129,10 @@ def _curve(name: str, group: Sequence[Row], measure: ScoreMeasure) -> Series:
 
 
 def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure) -> Point:
-    """Return a measure at a budget with its interval.
+    """Return a point of a curve: ``x``, the measure's mean over seeds, and its 95 % interval.
 
-    Right answers are counted over all seeds; the interval of other measures needs several seeds.
+    Recall's right answers are counted over all seeds. Other measures have the interval of a mean over seeds, which is
+    NaN for a single one.
     """
     # of the measures only recall's accuracy has its right answers counted
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
@@ -134,7 +142,10 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
-    """Return plots of recall over the depth of the asked fact, all contexts together; one panel per budget."""
+    """Return plots of recall over the depth of the asked fact, all contexts together.
+
+    There is a panel for each budget and way to ask, with a line for each policy.
+    """
     return [
         _titled(
             group,
@@ -150,19 +161,26 @@ def depth(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _depth_curve(name: str, group: Sequence[Row]) -> Series:
-    """Return the share of right answers over the depth of the asked fact, in percent, with intervals."""
+    """Return the share of right answers over the depth of the asked fact, in percent, with intervals.
+
+    It has a point for each fifth of the text in which a fact was asked for.
+    """
     width = TENTHS // _DEPTHS
     points: list[Point] = []
     for part in range(_DEPTHS):
         counts = [count for row in group for count in row["score"]["by_depth"][part * width : (part + 1) * width]]
         right, n = sum(count[0] for count in counts), sum(count[1] for count in counts)
         if n:
+            # + 0.5: the middle of the part
             points.append((100 * (part + 0.5) / _DEPTHS, 100 * right / n, of_share(right, n)))
     return _series(name, points, reference=is_full(group))
 
 
 def kept(rows: Sequence[Row]) -> list[Panel]:
-    """Return plots of the positions of kept tokens in the prompt; one panel per budget."""
+    """Return plots of where in recall's prompts the tokens stand that policies keep, by tenths of the prompt.
+
+    There is a panel for each budget and way to ask, with a line for each policy.
+    """
     return [
         _titled(
             group,
@@ -178,8 +196,8 @@ def kept(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _kept_curve(name: str, group: Sequence[Row]) -> Series:
-    """Return the share of tokens that a policy keeps in each tenth of the text, in percent, with intervals over
-    seeds.
+    """Return which share of the tokens that a policy keeps stands in each tenth of the text, in percent, with intervals
+    over seeds. The ten shares add up to 100.
     """
     points: list[Point] = []
     for tenth in range(TENTHS):
@@ -204,7 +222,7 @@ def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
 def _titled(group: Sequence[Row], panel: Panel) -> Panel:
     """Return the panel with the number of seeds in its title, and a note if it has intervals.
 
-    A panel with many lines loses its intervals.
+    A panel with more than `MOST_INTERVALS` lines loses its intervals.
     """
     if several := seeds(group):
         panel = replace(panel, title=f"{panel.title}\nmean of {several}")
@@ -217,7 +235,10 @@ def _titled(group: Sequence[Row], panel: Panel) -> Panel:
 
 
 def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group the rows of recall by each budget that evicts, with the policies that never evict; contexts together."""
+    """Group the rows of recall by budget and way to ask, such as ``20%`` or ``20%, ask=later``; contexts are together.
+
+    Each group also has the rows of the policies that never evict, which form no group of their own.
+    """
     return {
         ", ".join(filter(None, (budget, way))): [row for row in group if row["budget"] in (budget, FULL)]
         for way, group in grouped(of_task(rows, "recall"), _way).items()

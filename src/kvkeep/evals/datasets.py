@@ -73,10 +73,15 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved(folder: Path, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a saved data set; of several splits, those of the given one, or of the only one.
+    """Return the rows of a data set that the package datasets has saved in a folder.
+
+    Args:
+        folder: the folder.
+        split: the split to read, if the folder has several; if it has only one, that one is read, whatever its name.
 
     Raises:
-        InputError: the package is missing or too old, or the folder cannot be read.
+        InputError: the package is missing or too old, the folder cannot be read, or it has several splits and not this
+            one.
     """
     otherwise = f"Or save it as JSON lines, {folder.name}.jsonl."
     package = _package(f"{folder} was saved by the package datasets", otherwise)
@@ -131,6 +136,10 @@ def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
 
 def _package(why: str, otherwise: str) -> Any:
     """Return the package datasets, after a check that it is there and too new to run code of data sets.
+
+    Args:
+        why: begins the message: what needs the package.
+        otherwise: ends the message: what else can be done.
 
     Raises:
         InputError: the package is not installed, or too old.
@@ -196,10 +205,14 @@ class DatasetRows:
         return f"{self.unit} {self.numbers[number]} of {self.name}"
 
     def read(self, reader: Callable[[dict[str, Any]], _Read], what: str) -> list[_Read]:
-        """Return the results of a reader for each row.
+        """Return what a reader makes of each row, in order.
+
+        Args:
+            reader: makes something of a row, or raises one of `_WRONG` for a row of another form.
+            what: what a row should be, for messages.
 
         Raises:
-            InputError: the reader cannot read a row.
+            InputError: the reader cannot read a row; the message says which.
         """
         found = []
         for number, row in enumerate(self.rows):
@@ -258,7 +271,7 @@ def rows(
 
 
 def text(row: Mapping[str, Any], name: str) -> str:
-    """Return a field of a row that has to be a text.
+    """Return a field of a row that has to be a text, unchanged.
 
     Raises:
         KeyError: the row has no such field.
@@ -315,7 +328,10 @@ def _in(folder: str, source: Source) -> Path | None:
 
 
 def _files(folder: str | None, source: Source) -> list[Path]:
-    """Return all files of a data set in a folder; ``[]`` without a folder."""
+    """Return the files of a data set in a folder, under all names that it may have, also those that would not be read.
+
+    Without a folder, or where there is none, the list is empty.
+    """
     if folder is None:
         return []
     saved = Path(folder, source.saved)
@@ -324,7 +340,12 @@ def _files(folder: str | None, source: Source) -> list[Path]:
 
 
 def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> DatasetRows:
-    """Return rows with their numbers, after a check that each is a JSON object and that there is one.
+    """Return the rows of a data set, after a check that each is a JSON object and that there is at least one.
+
+    Args:
+        name: where they come from, for messages.
+        unit: what a row is called there: ``Line``, ``Entry`` or ``Row``.
+        numbered: each row after its number in the file.
 
     Raises:
         InputError: a row is no JSON object, or there is none.

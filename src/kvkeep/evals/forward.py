@@ -51,7 +51,11 @@ class Setup:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the rule for layers and the chunk. The cache checks the others, for which it needs model and policy."""
+        """Check the rule for layers and the chunk. The cache checks the others, for which it needs model and policy.
+
+        Raises:
+            BudgetError: there is no such rule, its number is out of range, or the chunk takes no token.
+        """
         if isinstance(self.layer_budget, str):
             # checks the rule, for which the numbers do not matter
             budgets.per_layer(self.layer_budget, budget=1, layers=1)
@@ -59,7 +63,7 @@ class Setup:
             raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
 
     def cache(self, checkpoint: Checkpoint, policy: Policy, numbers: Sequence[int], *, first: int = 0) -> BoundedCache:
-        """Return an unused cache for one batch.
+        """Return an unused cache for one batch, made with these options. No memory for slots is taken yet.
 
         Args:
             checkpoint: the model.
@@ -80,7 +84,8 @@ class Setup:
         )
 
     def differences(self, checkpoint: Checkpoint, policy: Policy) -> str:
-        """Return the options that differ from the policy's own, e.g. ``positions=slot,layer-budget=ramp:0.2``.
+        """Return the options that differ from the policy's own, e.g. ``positions=slot,layer-budget=ramp:0.2``; empty if
+        none does. An option that names the policy's own mode or rule is no difference.
 
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
@@ -120,6 +125,7 @@ class Drive:
     cache: BoundedCache
 
     def __init__(self, writer: Writer, policy: Policy, budgets: Sequence[int], *, first: int = 0, setup: Setup = PLAIN):
+        """Make an unused cache with a row for each budget; the model does not run yet."""
         self.model = writer.model
         self.budgets = tuple(budgets)
         self.cache = setup.cache(writer.checkpoint, policy, budgets, first=first)
@@ -135,7 +141,8 @@ class Drive:
 
         Args:
             ids: token ids.
-            real: which of the columns are tokens; ``None``: all, and all columns before them.
+            real: which of the columns are tokens, the others being padding; ``None``: all, and so were all columns that
+                were fed before.
             last_only: compute the logits of the last column only.
 
         Returns:
@@ -167,8 +174,8 @@ class Drive:
         return None if anew or any(map(follows_length, self.model.modules())) else rows_to_read(policy)
 
     def beginning(self, ids: Int[Tensor, " n"]) -> PromptKV | None:
-        """Read the beginning of a prompt into an unused row, and return it as it was before tokens were evicted;
-        ``None`` if it could not be kept.
+        """Read the beginning of a prompt into the only row, which is unused, and return the keys and values of all its
+        tokens from before the eviction; ``None`` if they could not be kept.
         """
         # any number of bytes but 0, under which nothing would be kept
         reading, layers = PromptReading(nbytes=1), self.cache.bounded_layers()
@@ -182,7 +189,7 @@ class Drive:
         self._follow([PromptReading(before)] * len(self.budgets))
 
     def _follow(self, readings: Sequence[PromptReading]) -> None:
-        """Give the rows' readings to the layers for the next tokens."""
+        """Give the rows' readings to all layers, which use them when the next tokens are fed."""
         for place, layer in enumerate(self.cache.bounded_layers().values()):
             layer.prompts = LayerPrompts(place, readings)
 
@@ -203,7 +210,9 @@ class Drive:
         return other
 
     def _padding(self, real: Bool[Tensor, "B n"]) -> dict[str, Tensor]:
-        """Return the mask over all columns so far and the positions of the new ones, for rows with padding."""
+        """Return the model's arguments for rows with padding: the mask over all columns so far, and the new columns'
+        positions. The new columns are remembered.
+        """
         self._real = real if self._real is None else torch.cat([self._real, real], dim=1)
         positions = self.known + self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
         # padding before a row's first token is at -1, which is no position; it counts for nothing
@@ -211,14 +220,19 @@ class Drive:
 
 
 def batches(lengths: Sequence[int]) -> list[slice]:
-    """Split rows into batches of at most `BATCH_TOKENS` columns together, but at least one row each."""
+    """Split rows of these lengths into batches, all of as many rows but the last one, as slices.
+
+    A batch has at most `BATCH_TOKENS` columns in all its rows together, but at least one row.
+    """
     # all rows of a batch are as wide as its longest, which may be the longest of all
     size = max(1, BATCH_TOKENS // max(lengths))
     return [slice(start, start + size) for start in range(0, len(lengths), size)]
 
 
 def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Return rows of different lengths, padded on the left, as one batch, and a mask of the columns that are tokens."""
+    """Return rows of different lengths as one batch, padded on the left with 0, and a mask of the columns that are
+    tokens.
+    """
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])

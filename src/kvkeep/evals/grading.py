@@ -88,7 +88,10 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """Return a longest common subsequence of words; among equal ones, the one that drops ``other``'s end first."""
+    """Return a longest common subsequence of words, its last word first.
+
+    Among several ones it is that which drops ``other``'s end first.
+    """
     lengths = [[0] * (len(other) + 1)]
     for word in one:
         before, row = lengths[-1], [0]
@@ -114,7 +117,7 @@ def _runs(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the longest common subsequence."""
+    """Return the length of the longest common subsequence, whose items need not be neighbours."""
     before = [0] * (len(other) + 1)
     for item in one:
         row = [0]
@@ -196,7 +199,7 @@ def self_bleu(texts: Sequence[Sequence[object]], order: int, smoothing: float = 
 def bleu(text: Sequence[object], references: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
     """Return BLEU of a text: the geometric mean of its clipped n-gram precisions, with the brevity penalty.
 
-    Return 0 without a text or references.
+    Return 0 without a text or references. ``order`` and ``smoothing`` are as in `self_bleu`.
     """
     if not text or not references:
         return 0.0
@@ -230,7 +233,7 @@ def check() -> None:
 
 
 def scores(replies: Sequence[str], answers: Sequence[str]) -> dict[str, list[float]]:
-    """Return F1 of each reply, by kind of ROUGE.
+    """Return F1 of each reply to the answer of the same place: kind of ROUGE (`KINDS`), with stemming → one per reply.
 
     Raises:
         InputError: rouge-score is missing.

@@ -31,7 +31,7 @@ class RequestedBudget:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the range of the share or of the number."""
+        """Check the range of the number if there is one, else that there is a share in (0, 1]."""
         if self.tokens is not None:
             ratios.check(self.tokens)
         elif self.ratio is None or not 0 < self.ratio <= 1:
@@ -42,7 +42,8 @@ class RequestedBudget:
         return f"{self.ratio * 100:.6g}%" if self.ratio is not None else str(self.tokens)
 
     def of(self, length: int) -> int:
-        """Return the budget in tokens for a text of ``length`` tokens.
+        """Return the budget in tokens for a text of ``length`` tokens: the share of it, rounded down but at least 1, or
+        the number that was given.
 
         Raises:
             BudgetError: a share of an empty text.
@@ -70,7 +71,10 @@ class GridArguments:
     setup: Setup = PLAIN
 
     def pairs(self) -> list[tuple[Policy, RequestedBudget, Setup]]:
-        """Return the combinations to run. A policy that never evicts runs once, as it keeps all tokens anyway."""
+        """Return what is to be run: policy, budget and setup, policy by policy.
+
+        A policy that never evicts comes once, with `EVERYTHING`, as it keeps all tokens anyway.
+        """
         combinations = []
         for arm in self.arms:
             setup, budgets = arm.over(self.setup), list(dict.fromkeys(self.budgets))
@@ -140,7 +144,8 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -
     """Return all cells of a task with data of one seed, each checked and ready to run.
 
     Raises:
-        BudgetError: a budget is smaller than the tokens that a policy protects.
+        BudgetError: a cache of this model would refuse a budget, for example since the policy protects more tokens; or
+            a policy that keeps all new tokens has too little room for them.
         UnsupportedModelError: slot positions were requested, and the model cannot have them.
     """
     planned = []
@@ -160,10 +165,11 @@ def _numbers(task: Task, policy: Policy, budget: RequestedBudget, lengths: Seque
 
 
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
-    """Refuse a budget that a cache of this model would refuse, without allocating anything.
+    """Refuse a cell that a cache of this model could not run, without allocating anything.
 
     Raises:
-        BudgetError: the budget is refused.
+        BudgetError: the cache refuses the budget, or the policy keeps every new token and has room for fewer than
+            ``new_tokens``. The message names the cell.
     """
     cell = plan.cell
     # a cache learns of the new tokens only when they come
@@ -182,7 +188,7 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
 
 
 def notes(planned: Sequence[Planned]) -> list[str]:
-    """Return notes about budgets under which nothing is evicted."""
+    """Return a note for each case and budget at which a policy that could evict has nothing to; sorted, each once."""
     texts = {
         f"{plan.cell.task} {plan.cell.case}: nothing is evicted at {plan.cell.budget}: the budget of "
         f"{max(plan.budgets)} is not smaller than the {max(plan.lengths)} tokens of the text."

@@ -45,6 +45,9 @@ class Board:
 def board(folders: Sequence[ResultFolder]) -> Board:
     """Build the leaderboard from folders whose tasks can stand in one table (`records.read`).
 
+    It has a line for each model, policy and budget, and a column for each measure and protocol. The lines are in the
+    order of the first column, the best one first.
+
     Raises:
         InputError: there is no row, or one line has results of different weights.
     """
@@ -58,7 +61,7 @@ def board(folders: Sequence[ResultFolder]) -> Board:
     columns = [
         (measure, how)
         for measure in MEASURES
-        if measure.key not in ("kl", "regret")  # as in the curves
+        if measure.key not in ("kl", "regret")  # as in `curves.quality`, which says why
         for how in grouped(of_task(rows, measure.task), protocol)
     ]
     lines = grouped(rows, _line)
@@ -128,9 +131,15 @@ def _title(measure: ScoreMeasure, how: str) -> str:
 
 
 def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> str:
-    """Return the mean over cases with its interval as text; if cases are missing, with their number.
+    """Return the text of a cell: the mean over cases of a measure under one protocol, with an interval if it is graded.
 
-    A dash without rows.
+    A dash without rows, or if a row lacks the number.
+
+    Args:
+        own: all rows of the table's line.
+        measure: the measure.
+        how: the protocol.
+        cases: the number of cases that any line has; a line with fewer says how many it has.
     """
     mine, value = _of(own, measure, how), _value(own, measure, how)
     if math.isnan(value):
@@ -162,7 +171,7 @@ def _notes(folders: Sequence[ResultFolder], rows: Sequence[Row]) -> list[str]:
 
 
 def _html(page: Board) -> str:
-    """Return the leaderboard as an HTML page."""
+    """Return the leaderboard as an HTML page that needs no other file; all its texts are escaped."""
     # numbers begin in the third column, and stand on the right
     head = "".join(
         f"<th{' class=n' if i > 1 else ''}>{_escaped(title)}</th>"
@@ -184,7 +193,7 @@ def _html(page: Board) -> str:
 
 
 def _markdown(page: Board) -> str:
-    """Return the leaderboard as Markdown."""
+    """Return the leaderboard as Markdown: a table, and a list of notes; all its texts are escaped."""
     titles = ["model", "policy", "budget", *page.columns]
     rule = ["---", "---", *("---:" for _ in titles[2:])]
     table = "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in (titles, rule, *page.lines))

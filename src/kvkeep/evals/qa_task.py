@@ -70,7 +70,7 @@ class Replies:
 
     Attributes:
         texts: the reply to each prompt.
-        kept: share of the tokens kept in each tenth of the text, for each prompt.
+        kept: which share of the kept tokens stands in each tenth of the text, for each prompt.
         memory: bytes that the caches held at the end.
     """
 
@@ -82,7 +82,8 @@ class Replies:
 def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
     """Read each prompt with its question, cut it, and yield the replies of each batch, of at most ``most`` tokens.
 
-    A text with several questions is read once under policies whose choice does not tell.
+    Under policies whose choice stays the same, the beginning that several questions about one text share is read once.
+    The replies are in the order of the prompts.
     """
     # an unused cache has no slots yet, so that asking one what the policy needs costs nothing
     rows, number = drive(range(1), 0).end_rows, range(len(prompts))
@@ -100,7 +101,7 @@ def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) ->
 
 
 def _texts(prompts: Sequence[Prompt]) -> list[slice]:
-    """Split prompts into batches of questions about one text each."""
+    """Split prompts, document by document, into batches each of which has questions about a single text."""
     starts = [i for i, prompt in enumerate(prompts) if not i or prompt.document != prompts[i - 1].document]
     ends = zip(starts, [*starts[1:], len(prompts)], strict=True)
     return [
@@ -111,8 +112,10 @@ def _texts(prompts: Sequence[Prompt]) -> list[slice]:
 
 
 def _common(prompts: Sequence[Prompt], rows: int) -> int:
-    """Return how many first tokens several prompts have in common, and ``rows`` others before each one's cut; 0 for a
-    single prompt, which has nobody to share them with.
+    """Return how many first tokens can be read once for all prompts: those that they have in common, but for the last
+    ``rows`` tokens before the cut, which each prompt has to read itself.
+
+    It is 0 for a single prompt, which has nobody to share them with.
     """
     if len(prompts) < 2:
         return 0
@@ -123,8 +126,11 @@ def _common(prompts: Sequence[Prompt], rows: int) -> int:
 
 
 def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
-    """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies of each
-    batch.
+    """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies of each batch
+    of questions, of at most ``most`` tokens.
+
+    The prompts come document by document, and the replies are in their order. A text has the budget of its first
+    question.
     """
     # the first question of a text stands for the text, which all its questions have in common
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
@@ -145,7 +151,7 @@ def in_turns(
 ) -> Iterator[Replies]:
     """Read each text in turns, with a cut after each; ask each question after some turn, in a copy of the memory.
 
-    Yield the replies of each batch of texts.
+    Yield the replies of each batch of texts, in the order of the prompts.
 
     Args:
         writer: the model.
@@ -174,15 +180,15 @@ def in_turns(
 
 
 def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
-    """Feed the first part of each prompt, but for what is known of it, and cut it; return where in it the kept tokens
-    stand.
+    """Feed the first part of each prompt, but for what was read before, and cut it; return for each row which share of
+    the kept tokens is in each tenth of that part.
     """
     drive.feed(*left_padded([prompt.ids[drive.known : prompt.first] for prompt in prompts]), last_only=True)
     return _kept(drive, prompts)
 
 
 def _kept(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
-    """Return the share of tokens that each row's cache keeps in each tenth of its text, mean over layers and heads."""
+    """Return which share of the tokens that a row keeps is in each tenth of its text, mean over layers and heads."""
     lengths, cache = [prompt.first for prompt in prompts], drive.cache
     tenths = [task.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
     return torch.stack(tenths).mean(0).cpu()
@@ -200,7 +206,9 @@ def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) ->
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
-    """Decode greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
+    """Return the tokens of a greedy reply for each row, at most ``most``, the one that ends it among them.
+
+    A row that has ended is fed nothing more.
 
     Args:
         drive: the model and its cache, after the prompts.
@@ -303,10 +311,12 @@ class QATask(Task):
 
     @classmethod
     def load(cls: type[_Made], checkpoint: Checkpoint, options: Options) -> _Made:
-        """Return the task with its items made.
+        """Return the task with its items made by `make`. Cases whose questions come later have ``,ask=later`` in their
+        names.
 
         Raises:
-            InputError: the data cannot be used, or a text cannot be made as short as was asked.
+            InputError: the data cannot be used, a text cannot be made as short as was asked, or the model has too few
+                learned positions.
         """
         later = ",ask=later" if options.ask == "later" else ""
         about: dict[str, Any] = {"items": options.limit or cls.items}
@@ -321,7 +331,7 @@ class QATask(Task):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> Mapping[str, TaskCase]:
-        """Return the cases by name.
+        """Return the cases by name: questions, and how replies to them are graded.
 
         Args:
             checkpoint: the model.
@@ -338,7 +348,9 @@ class QATask(Task):
         return self.about
 
     def cases(self) -> dict[str, list[int]]:
-        """Return each case with the lengths of its prompts, or of its texts if questions are asked later."""
+        """Return each case with a length in tokens for each question: that of its prompt, or of its text if questions
+        are asked later.
+        """
         later = self.options.ask == "later"
         return {
             name: [prompt.first if later else len(prompt.ids) for prompt in case.prompts]
@@ -347,7 +359,9 @@ class QATask(Task):
 
     @property
     def new_tokens(self) -> int:
-        """Return the length of the longest reply, plus that of the longest question if it is asked later."""
+        """Return the most tokens that follow those of `cases` in a row: those of a reply, and before them those of the
+        question if it is asked later.
+        """
         later = self.options.ask == "later"
         return max(
             case.new + (len(prompt.ids) - prompt.first if later else 0)
@@ -397,8 +411,9 @@ class QATask(Task):
 
 
 def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, Any]:
-    """Return the record of graded replies: their mean, number and grades, and sums by tenth of the text where depths
-    are known.
+    """Return the record of graded replies: their mean (``score``), number (``n``) and ``grades``.
+
+    If depths of answers are known, ``by_depth`` has the sum and the number of the grades in each tenth of the text.
     """
     score: dict[str, Any] = {
         "score": sum(grades) / len(grades),
@@ -446,7 +461,7 @@ def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
 
 
 def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, least: int, about: str) -> Item:
-    """Return the longest item that has at most ``room`` tokens.
+    """Return the longest item that has at most ``room`` tokens, found by trying numbers of parts.
 
     Args:
         checkpoint: the model.

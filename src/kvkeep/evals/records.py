@@ -106,13 +106,14 @@ class Records(RowFolder):
 
         Args:
             manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings. ``weights`` and
-                ``dtype`` may be missing.
+                ``dtype`` may be missing, and are not compared then.
 
         Returns:
-            The description of the run, with the folder's tasks as well.
+            The manifest, also with those tasks that only the folder has. Nothing is written.
 
         Raises:
-            InputError: the folder holds results of another run.
+            InputError: the rows in the folder are of another model, other weights or another dtype, or of one of these
+                tasks under another version or other settings; or ``run.json`` cannot be used.
         """
         described = self.manifest()
         if described is None or not self._rows:  # without rows there is nothing to mix with
@@ -181,7 +182,10 @@ def fault(row: Row) -> str | None:
 
 
 def _is_budget(value: object) -> bool:
-    """Return whether a value is a budget as records name it: a number of tokens, or a share in percent."""
+    """Return whether a value is a text that names a budget as rows do: ``512`` tokens, or ``20%`` of the prompt.
+
+    A share is above 0 and at most 100 %.
+    """
     # other scripts have decimal digits, too
     if not isinstance(value, str) or not value.isascii() or len(value) > LONGEST:
         return False
@@ -253,7 +257,8 @@ def read(paths: Sequence[Path]) -> list[ResultFolder]:
     """Return folders of results whose tasks can stand in one table.
 
     Raises:
-        InputError: a folder has no results, or cannot be read; tasks were run under other settings or protocols.
+        InputError: a folder has no ``run.json``, or cannot be read; or two folders ran the same task under other
+            settings or protocols.
     """
     folders = [_folder(path) for path in dict.fromkeys(paths)]
     for first, second in combinations(folders, 2):
@@ -266,7 +271,8 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
     """Write the rows of several folders into one; cells that it already has are left as they are.
 
     Returns:
-        The folder, and the number of cells that two folders have with different scores; the first one's stays.
+        The folder ``output``, and the number of rows that were left out although their score is another than that of
+        the row that stays for the same cell: the one of ``output``, or else of the first folder that has it.
 
     Raises:
         InputError: the folders are of different runs or protocols, or the output cannot be written.
@@ -283,7 +289,7 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
         tasks = {task: settings for folder in folders for task, settings in folder.manifest["tasks"].items()}
         target.open({**folders[0].manifest, "tasks": tasks})
         there = {key_of(row): row for row in target.rows}
-        known, doubled = len(there), 0  # cells are in order, so the new ones will follow the known ones
+        known, doubled = len(there), 0  # a dict keeps its order, so the new rows will follow the known ones
         for row in (row for folder in folders for row in folder.rows):
             # the row that was there first stays, and equal scores are no conflict
             doubled += there.setdefault(key_of(row), row)["score"] != row["score"]
@@ -292,7 +298,7 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
 
 
 def protocol(row: Row) -> str:
-    """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for tasks without
+    """Return how the questions of a row were asked, such as ``later`` or ``shots=5,inside``; empty for a task without
     questions.
     """
     if row["task"] not in ASKED:
@@ -334,7 +340,11 @@ def _same(
 
 
 def _same_protocols(one: ResultFolder, other: ResultFolder) -> None:
-    """Refuse folders in which a task was asked by different protocols."""
+    """Refuse two folders if the questions of a task that both ran were not asked by the same protocols.
+
+    Raises:
+        InputError: they were not, see `protocol`.
+    """
     first, second = (_protocols(folder.rows) for folder in (one, other))
     for task in first.keys() & second.keys():
         if first[task] != second[task]:

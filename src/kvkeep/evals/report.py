@@ -43,7 +43,7 @@ class Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return a table for every measure of every case, and one of the bytes that caches held; none without rows.
+    """Return a table for every measure of every case, then one of the bytes that caches held; no table without rows.
 
     Cells of tasks with questions have their 95 % interval, where it is known.
     """
@@ -56,10 +56,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """Return a table of the bytes held, in the case of the first task that has most rows; among equal ones, in the
-    last.
+    """Return the table of the bytes that caches held, in percent of a full cache: policies by budgets, mean over seeds.
+
+    It shows one case of the task of the first row: the case with most rows, and of several such cases the last one.
     """
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
+    # from the end, since `max` returns the first of equal ones
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns, task = list(by_budget(group)), str(group[0]["task"])
     cells = _cells(group, columns, lambda part: f"{over([*map(held, part)]).mean:.0%}")
@@ -87,7 +89,10 @@ class Weakness:
 
 
 def weaknesses(rows: Sequence[Row]) -> list[Weakness]:
-    """Return the cases for which the model is too weak, as far as rows of the full cache tell."""
+    """Return the cases for which the model is too weak: its full cache answers less than `ABLE_PERCENT` % right.
+
+    Cases without rows of a policy that never evicts, and tasks without right answers, are never among them.
+    """
     cases = [
         (measure, case, _full_percent(measure, group))
         for measure in MEASURES
@@ -106,7 +111,9 @@ def _full_percent(measure: ScoreMeasure, group: Sequence[Row]) -> float:
 
 
 def weakness_notes(rows: Sequence[Row]) -> list[str]:
-    """Return a note about each case for which the model is too weak, and one about the tasks that can tell."""
+    """Return a note about each case for which the model is too weak, and then one on the tasks and cases that can tell
+    what eviction costs; no note if there is no such case.
+    """
     found = weaknesses(rows)
     if not found:
         return []
@@ -132,7 +139,10 @@ def weakness_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Table:
-    """Return the table of a measure: policies by budgets, with intervals where they are known."""
+    """Return the table of a measure in one case: policies by budgets, with 95 % intervals where they are known.
+
+    The cells of a case for which the model is too weak end with `WEAK`.
+    """
     columns = list(by_budget(group))
     several = seeds(group)
     title = f"{measure.title} ({case_title(measure.task, case)})"
@@ -147,7 +157,7 @@ def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Ta
 
 
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:
-    """Return the table line of each policy."""
+    """Return policy → its line of a table: what ``show`` makes of its rows at each budget; empty where it has none."""
     lines = {name: by_budget(part) for name, part in by_policy(group).items()}
     return {name: [show(line[column]) if column in line else "" for column in columns] for name, line in lines.items()}
 
@@ -160,6 +170,7 @@ def share_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
     for case, rows_of_case in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in rows_of_case if is_reference(row))
+        # a row may lack the record of its questions, see `records.fault`
         others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
         if any(full.values()) and others:  # of no right answer none can stay
             tables.append(_share_table(case, others, full))
@@ -169,7 +180,7 @@ def share_tables(rows: Sequence[Row]) -> list[Table]:
 def _share_table(case: str, rows: Sequence[Row], full: Answers) -> Table:
     """Return the table of the shares of the full cache's answers that each policy keeps at each budget."""
     columns = list(by_budget(rows))
-    texts = len({question[:2] for question in full})
+    texts = len({question[:2] for question in full})  # without the number of the question in its text
     title = (
         f"answers of the full cache that stay, % with 95 % interval ({case_title('recall', case)}; the full cache "
         f"answers {sum(full.values())} of {len(full)} questions about {texts} text{'s' * (texts != 1)})"
@@ -183,8 +194,9 @@ BEST = "best"
 
 
 def difference_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return a table of each policy's difference to the best one of its budget, per task and protocol, without
-    `full`.
+    """Return a table for each task and protocol: how far each policy is behind the best one of its budget.
+
+    Policies that never evict are left out.
     """
     full = {name for name, own in by_policy(rows).items() if is_full(own)}
     bounded = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
@@ -195,7 +207,10 @@ def difference_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Return notes on how many differences are clear, and how many questions the others would need."""
+    """Return a note for each task and protocol in which differences between policies may be chance.
+
+    It says how many of all differences may be, and how many questions the largest of these would need to be clear.
+    """
     texts = []
     for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
         unclear = [pair for pair in group if not pair.clear]
@@ -213,13 +228,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _better(pair: PolicyPair) -> str:
-    """Return which of two policies is before the other."""
+    """Return as text which of two policies is before the other: ``h2o before local``."""
     better, worse = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
     return f"{better} before {worse}"
 
 
 def _span(group: Sequence[PolicyPair]) -> str:
-    """Return the smallest and the largest number of questions of the pairs."""
+    """Return the number of questions of the pairs as text, or the range if they differ: ``20 to 30``."""
     low, high = min(pair.n for pair in group), max(pair.n for pair in group)
     return str(low) if low == high else f"{low} to {high}"
 
@@ -237,7 +252,13 @@ def _order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list[str], list[str]]) -> Table:
-    """Return the table of each policy's points below the best policy of its budget."""
+    """Return the table of each policy's points below the best policy of its budget.
+
+    Args:
+        about: task and protocol, for the title.
+        group: the comparisons of all pairs of policies.
+        order: the names of the policies and of the budgets, in the order of the table.
+    """
     names, budgets = order
     by = {budget: _against(own) for budget, own in grouped(group, lambda pair: pair.budget).items()}
     columns = [budget for budget in budgets if budget in by]
@@ -249,13 +270,15 @@ def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list
 
 
 def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
-    """Return the table cell of each policy at one budget, compared with the best policy: the one whose points over all
-    others sum up to most.
+    """Return policy → cell of the table, at one budget: `BEST` for the best policy, for each other one its distance
+    from it as `_difference_cell` writes it.
+
+    The best policy is the one whose points over all others add up to most.
     """
     names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
     sums = dict.fromkeys(names, 0.0)
     for pair in group:
-        if not math.isnan(pair.points):
+        if not math.isnan(pair.points):  # policies without a question in common
             sums[pair.one] += pair.points
             sums[pair.other] -= pair.points
     best = max(names, key=sums.__getitem__)
@@ -268,7 +291,14 @@ def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
 
 
 def _difference_cell(pair: PolicyPair, sign: int) -> str:
-    """Return points, their interval, and a star if the difference is clear, as text: ``−12 (−20…−4) *``."""
+    """Return points, their interval, and a star if the difference is clear, as text: ``−12 (−20…−4) *``.
+
+    A dash stands for points that are not known.
+
+    Args:
+        pair: the comparison of two policies.
+        sign: 1 for the points of the first policy over the other one, -1 for those of the other one over the first.
+    """
     if math.isnan(pair.points):
         return "–"
     low, high = sorted(sign * limit for limit in pair.interval)

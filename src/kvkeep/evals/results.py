@@ -83,7 +83,10 @@ class ScoreMeasure:
         return spread if self.decimals is None else spread.times(100.0)
 
     def show(self, rows: Sequence[Row]) -> str:
-        """Format the measure: ``62%``, or ``62±3%`` with half of the range over several seeds."""
+        """Format the measure of rows that differ only by seed: ``62%``, or ``62±3%`` with half of the range over seeds.
+
+        A plain number has no percent sign; a dash stands for a number that a row lacks.
+        """
         spread = self.of(rows)
         if math.isnan(spread.mean):
             return "–"
@@ -156,7 +159,7 @@ def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def case_title(task: str, case: str) -> str:
-    """Return a case's name for a title. A case of a task with questions names its protocol.
+    """Return a case's name for a title. If the task has questions, it ends with the protocol: ``context=512, later``.
 
     ``inside``: the question stands in the text when the text is cut. ``later``: the text is cut first.
     """
@@ -206,7 +209,7 @@ def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def seeds(rows: Sequence[Row]) -> str:
-    """Return the number of seeds in words, as for a title; empty if no cell has more than one seed."""
+    """Return how many seeds each cell has, for a title: ``3 seeds`` or ``1 to 3 seeds``; empty if none has several."""
     cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
     sizes = {len(by_seed(group)) for group in cells.values()}
     low, high = min(sizes, default=1), max(sizes, default=1)

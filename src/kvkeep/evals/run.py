@@ -97,12 +97,12 @@ def lay_out(
         name: the model's name in results.
         tasks: the tasks.
         wanted: policies and budgets.
-        options: the user's choices about tasks, one for each seed and way to ask. Cells that differ in neither are
-            planned once.
+        options: the user's choices about tasks, one for each seed and way to ask. A task whose cells are the same
+            under a further way to ask is planned once. All have the same text.
 
     Raises:
         InputError: a task cannot be made with these options.
-        BudgetError: a budget is smaller than the tokens that a policy protects.
+        BudgetError: a cache of this model would refuse a budget, see `grid.grid`.
         UnsupportedModelError: slot positions were requested, and the model cannot have them.
     """
     parts, cells = [], set[grid.Cell]()
@@ -132,6 +132,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
     Raises:
         InputError: the folder holds results of another run, another run is writing there, a row cannot be written, or
             memory does not suffice.
+        KVKeepError: a cell cannot be run; the rows before it are written.
     """
     runner = CellRunner(writer, grid.name, grid.parts)
     with cells_to_run(grid, records, runner.about()) as queue:
@@ -180,7 +181,9 @@ def about(name: str, writer: Writer) -> dict[str, str]:
 
 
 def manifest(grid: Grid) -> dict[str, Any]:
-    """Return the properties that all results in one folder share, as far as they are known without weights."""
+    """Return what ``run.json`` says about a grid, as far as it is known without weights: the model's name, and each
+    task's version and settings. All results in one folder have it in common.
+    """
     return {
         "model": grid.name,
         "tasks": {part.task.name: {"version": part.task.VERSION, **part.task.settings()} for part in grid.parts},
@@ -236,7 +239,7 @@ class PartSource:
         """Make the task's data anew, and return the task.
 
         Raises:
-            InputError: the data are not those of the process that has planned the cells.
+            InputError: its settings differ from those in the process that has planned the cells.
         """
         task = self.kind.load(checkpoint, self.options)
         if task.settings() != self.settings:
@@ -292,7 +295,10 @@ class CellRunner:
         return self._task is not None and self._part == part
 
     def prepare(self, part: int) -> Task:
-        """Return the task of a part, with what it has made with the full cache. Only the last part's task is held."""
+        """Return the task of a part, after it has run the full cache as its reference.
+
+        That is done once while calls ask for the same part: only the task of the last part is held.
+        """
         if self._task is None or self._part != part:
             self._task = None  # its data are large, and would stay in memory beside the next one's
             task = self._sources[part].load(self.writer.checkpoint)
@@ -324,8 +330,8 @@ class PartQueue:
     def take(self, process: int) -> int | None:
         """Take a cell's number out of the queue for a process, and return it; ``None`` if none is left.
 
-        The process goes on with its part, then with a part that nobody works at, then with the one that has most cells
-        left for each process.
+        Cells come in parts: a task with its data of one seed. The process goes on with its part, then with a part that
+        nobody works at, then with the one that has most cells left for each process.
         """
         part = self._at.get(process)
         if part is None or not self._left[part]:
@@ -336,6 +342,7 @@ class PartQueue:
 
             def crowded(part: int) -> tuple[bool, float]:
                 """Return a sort key: parts without a process first, then those with the most cells left per process."""
+                # + 1: this process would be one more
                 return busy[part] > 0, -len(self._left[part]) / (busy[part] + 1) if busy[part] else 0.0
 
             part = self._at[process] = min(waiting, key=crowded)
@@ -362,7 +369,8 @@ class CellQueue:
         for index, part in enumerate(grid.parts):
             own = {
                 number: CellPiece(index, planned)
-                for planned, number in zip(part.planned, numbers, strict=False)  # the next part goes on with `numbers`
+                # the next part goes on with `numbers`; as the first of the two, it would lose one at each part's end
+                for planned, number in zip(part.planned, numbers, strict=False)
                 if planned.cell not in done
             }
             self._pieces |= own
@@ -375,7 +383,9 @@ class CellQueue:
         return None if number is None else (number, self._pieces[number])
 
     def write(self, number: int, row: Row) -> Planned:
-        """Write the row of a cell, and return the cell. A worker's row gets this process's own names for its files.
+        """Write the row of the cell of this number, and return the cell.
+
+        The row gets the cell's names and options as this process has them: a worker's names of files may be others.
 
         Raises:
             InputError: the row cannot be written; all earlier rows are safe.
@@ -388,6 +398,8 @@ class CellQueue:
 @contextmanager
 def cells_to_run(grid: Grid, records: Records, about: Mapping[str, str]) -> Iterator[CellQueue]:
     """Yield the cells without a row while the folder is locked; at the end, put the rows into the grid's order.
+
+    After an error in the context they stay in the order in which they were written.
 
     Args:
         grid: the grid, or a shard of it.

@@ -32,7 +32,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 def value(kind: str, drawn: random.Random) -> str:
-    """Return a random value: two words joined by a hyphen, a number of seven digits, or a UUID."""
+    """Return a random value: two words with a hyphen (``words``), seven digits (``numbers``), or a UUID (``uuids``)."""
     if kind == "words":
         return f"{drawn.choice(ADJECTIVES)}-{drawn.choice(NOUNS)}"
     if kind == "numbers":
@@ -41,7 +41,7 @@ def value(kind: str, drawn: random.Random) -> str:
 
 
 def values(kind: str, drawn: random.Random, n: int) -> list[str]:
-    """Return ``n`` different random values of a kind."""
+    """Return ``n`` different random values of a kind, see `value`, in the order in which they were drawn."""
     found: dict[str, None] = {}
     while len(found) < n:
         found[value(kind, drawn)] = None
@@ -49,7 +49,9 @@ def values(kind: str, drawn: random.Random, n: int) -> list[str]:
 
 
 def words(drawn: random.Random, n: int) -> list[str]:
-    """Return ``n`` different random words; pairs with a hyphen, or UUIDs, where single words do not suffice."""
+    """Return ``n`` different random words. Where single words do not suffice, pairs with a hyphen are among them; where
+    these do not suffice either, all are UUIDs.
+    """
     single = sorted({*ADJECTIVES, *NOUNS})  # sorted, since each process has another order of a set
     if n <= len(single):
         return drawn.sample(single, n)
@@ -84,7 +86,13 @@ def sentences(text: str) -> list[str]:
 
 
 def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Return sentences as one text, with needles between them, each after its share (``depths``) of the sentences."""
+    """Return sentences as one text with needles between them, joined by spaces.
+
+    Args:
+        hay: the sentences.
+        needles: the needles.
+        depths: after which share of the sentences each needle stands, in [0, 1].
+    """
     places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
     parts, before = [], 0
     for place, needle in places:
@@ -139,8 +147,9 @@ TASKS = {
 
 
 def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int], Item]:
-    """Return a function that makes a text with a number of sentences around the needles: the same needles at the same
-    depths for every number.
+    """Return a function that makes an item of a needle task with a given number of sentences around the needles.
+
+    For every number it is the same question about the same needles at the same depths, which ``seed`` chooses.
     """
 
     def make(n: int) -> Item:
@@ -161,7 +170,9 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
 def _context(
     task: Needles, haystack: Haystack, needles: list[str], n: int, drawn: random.Random
 ) -> tuple[str, list[float]]:
-    """Return a text with needles in it, and their depths as shares of the text."""
+    """Return a text of needles among ``n`` sentences, lines of noise or other needles, and the depths of the needles as
+    shares of the text.
+    """
     depths = drawn.sample(_DEPTHS, len(needles))
     # as in RULER, lines of noise and needles stand below each other, and sentences of an essay in one paragraph
     if task.hay == "noise":
@@ -273,10 +284,13 @@ _Flat = tuple[str, str, str, tuple[str, ...]]
 
 
 def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
-    """Return SQuAD's documents and questions.
+    """Return SQuAD's paragraphs as documents, each once, and its questions but those without an answer.
 
-    The authors' file is one object of articles with paragraphs; the hub has a row per question. Questions without an
-    answer are left out.
+    The other paragraphs of the same article are about the same thing.
+
+    Args:
+        rows: what `_flat` makes of each row: the authors' file is one object of articles with paragraphs, and the hub
+            has a row per question.
     """
     asked = [question for row in rows for question in row]
     # sorted, so that the numbers do not depend on the order of a set
@@ -293,9 +307,10 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
 
 
 def _flat(row: Mapping[str, Any]) -> list[_Flat]:
-    """Return article, paragraph, question and different answers of each question.
+    """Return article, paragraph, question and different answers of each question in a row of SQuAD.
 
-    A paragraph without questions has empty ones.
+    A row of the hub is one question. In the authors' file each paragraph also comes once with an empty question and no
+    answers.
 
     Raises:
         ValueError: a paragraph has another form.
@@ -335,7 +350,9 @@ def _different(answers: Any) -> tuple[str, ...]:
 
 
 def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
-    """Return HotpotQA's paragraphs without repetition, and its questions with the paragraphs that each needs."""
+    """Return HotpotQA's paragraphs without repetition, and its questions, each of which needs all paragraphs of its
+    entry, also the distracting ones.
+    """
     # sorted, so that the numbers do not depend on the order of a set
     texts = sorted({said for _, _, shown in rows for said in shown})
     numbers = {said: i for i, said in enumerate(texts)}
@@ -372,7 +389,9 @@ def _document(title: Any, said: Any) -> str:
 
 
 def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Callable[[int], Item]:
-    """Return a function that makes a prompt with the needed documents and a number of others, in a random order."""
+    """Return a function that makes an item about a question: the needed documents and a given number of others, in a
+    random order. ``seed`` chooses the others and the order.
+    """
 
     def make(n: int) -> Item:
         """Return the item with ``n`` documents beside the needed ones, those about the same thing before others."""
@@ -403,6 +422,8 @@ def _again(others: list[int], n: int) -> list[int]:
 
 _HOPS = 4
 _COMMON = 10
+"""RULER's: variables that follow from the first one (vt), and words that come often (cwe)."""
+
 _SHORT = 4096
 """Contexts below this length have fewer repetitions, as in RULER."""
 
@@ -432,7 +453,9 @@ _CODED_LEAD = " Answer: According to the coded text above, the three most freque
 
 
 def chain(seed: str) -> Callable[[int], Item]:
-    """Return a function that makes a text with one chain of variables among lines of noise, after a solved example."""
+    """Return a function that makes an item with one chain of variables among a given number of lines of noise, after a
+    solved example. For every number it is the same chain.
+    """
 
     def make(n: int) -> Item:
         """Return the item with ``n`` lines of noise."""
@@ -446,8 +469,8 @@ def chain(seed: str) -> Callable[[int], Item]:
 
 
 def _chained(drawn: random.Random, n: int, letters: int) -> Item:
-    """Return an item of RULER's variable tracking: a chain of assignments in noise, and the question for all its
-    names.
+    """Return an item of RULER's variable tracking: a chain of assignments among ``n`` lines of noise, and the question
+    for all names in it, each of which has ``letters`` letters.
     """
     names: dict[str, None] = {}
     while len(names) < _HOPS + 1:
@@ -468,7 +491,8 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
 
 
 def common(seed: str, context: int) -> Callable[[int], Item]:
-    """Return a function that makes a list in which ten words come often and others seldom, after a solved example.
+    """Return a function that makes an item of a list in which ten words come often and a given number of others seldom,
+    after a solved example. The ten words are asked for.
 
     A list for a context below `_SHORT` tokens repeats its words less often.
     """
@@ -489,8 +513,9 @@ def common(seed: str, context: int) -> Callable[[int], Item]:
 
 
 def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[str, list[str]]:
-    """Return a numbered list of words, some of which are ``often`` in it and the others ``seldom``, and the frequent
-    ones.
+    """Return a numbered list of ``n`` different words as a text, and the ten of them that come ``often`` times in it.
+
+    The others come ``seldom`` times.
     """
     chosen = words(drawn, n)
     listed = chosen[:_COMMON] * often + chosen[_COMMON:] * seldom
@@ -499,9 +524,10 @@ def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[st
 
 
 def coded(seed: str, room: int) -> Callable[[int], Item]:
-    """Return a function that makes a text of about a given number of coded words.
+    """Return a function that makes an item of about a given number of coded words, the three most frequent of which are
+    asked for.
 
-    The counts of different words follow a zeta distribution of exponent 2.
+    The counts of different words follow a zeta distribution of exponent 2. Dots, as noise, are the most frequent.
 
     Args:
         seed: chooses the words and their order.

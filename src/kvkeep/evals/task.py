@@ -78,10 +78,10 @@ class Options:
     parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the options against each other and against their ranges.
+        """Check the options against each other and against their ranges, as far as that needs no model.
 
         Raises:
-            InputError: an option is out of range, or makes no sense with another.
+            InputError: an option is out of range, is no known word, or makes no sense with another.
         """
         # no contexts at all are refused like one of 0 tokens
         low = {"limit": self.limit, "contexts": min(self.contexts, default=0), "facts": self.facts}
@@ -104,10 +104,11 @@ class Options:
 
 
 def _check_look(look: Style, name: str, facts: int, text: str | None) -> None:
-    """Refuse a look of recall texts that lacks a text, or has more facts than it can state.
+    """Refuse options of recall that its texts cannot have.
 
     Raises:
-        InputError: the text is missing, or there are too many facts.
+        InputError: the look puts facts into a text of the user, and ``text`` is missing or blank; or ``facts`` is more
+            than the look has names and things for.
     """
     if look.own_text and not (text or "").strip():
         raise InputError(f"documents={name!r} puts facts between the sentences of a text; give one with `text`.")
@@ -181,7 +182,13 @@ class Task(abc.ABC):
 
 
 def check_positions(checkpoint: Checkpoint, tokens: int, task: str, argument: str) -> None:
-    """Refuse a length beyond the end of a table of learned positions.
+    """Refuse a length for which the model has too few learned positions. Models with other positions have no limit.
+
+    Args:
+        checkpoint: the model.
+        tokens: number of positions that are needed, also those of new tokens.
+        task: what needs them, for the message.
+        argument: the option that the message asks to lower.
 
     Raises:
         InputError: the model has fewer positions.
@@ -195,7 +202,9 @@ def check_positions(checkpoint: Checkpoint, tokens: int, task: str, argument: st
 
 
 def past_training(checkpoint: Checkpoint, tokens: int, task: str) -> list[str]:
-    """Return a list with a note if a text is longer than the model was trained for; else an empty one."""
+    """Return a list with a note if ``tokens`` are more than the model was trained for; else, or if that length is not
+    known, an empty list.
+    """
     trained = checkpoint.trained_length
     if trained is None or tokens <= trained:
         return []
@@ -206,12 +215,16 @@ def past_training(checkpoint: Checkpoint, tokens: int, task: str) -> list[str]:
 
 
 def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Return the parts to run, in the task's order; ``default`` if none is wanted.
+    """Return the parts of a task to run, each once and in the order of ``known``.
 
-    A name that ends with ``*`` stands for all parts that begin so.
+    Args:
+        task: the task's name, for the message.
+        wanted: the parts that the user names; a name that ends with ``*`` stands for all parts that begin so.
+        known: all parts of the task.
+        default: the parts that run if ``wanted`` is empty.
 
     Raises:
-        InputError: there is no such part.
+        InputError: a wanted name stands for no known part.
     """
     found: set[str] = set()
     for name in wanted:
@@ -243,7 +256,10 @@ def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tenso
 
 
 def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
-    """Return ranges ``[start, stop)`` of target positions from 1 to ``length``, which double after ``first``."""
+    """Return ranges ``[start, stop)`` of the positions 1 to ``length - 1`` of tokens that are predicted.
+
+    They begin at 1, ``first``, ``2 * first``, ``4 * first`` and so on; the last one ends at ``length``.
+    """
     edges = [1]  # nothing predicts the first token
     edge = first
     while edge < length:
@@ -258,7 +274,9 @@ def tenth_of(share: float) -> int:
 
 
 def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> Float[Tensor, "B 10"]:
-    """Return the share of the kept tokens in each tenth of each row's text, averaged over heads.
+    """Return how the kept tokens of each row are spread over the tenths of its text: shares that add up to 1.
+
+    They are averaged over heads; a head that keeps nothing of the text counts with ten zeros.
 
     Args:
         positions: true positions in the slots, -1 for empty slots; positions beyond a row's length do not count.
@@ -276,37 +294,43 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
 
 
 def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:
-    """Return the probabilities with 0 for each row's own token: the part that a cache can hold when the row arrives.
+    """Return attention probabilities with 0 for each query's own token: the part that a cache can hold when it arrives.
 
-    The rows are the last ``R`` of ``T`` tokens.
+    The queries are those of the last ``R`` of ``T`` tokens.
     """
     R, T = probabilities.shape[-2:]
     return probabilities.tril(diagonal=T - R - 1)
 
 
 def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
-    """Return each row's attention to its own token, which no policy can lose. The rows are the last of ``T`` tokens."""
+    """Return each query's attention to its own token, which no policy can lose.
+
+    The queries are those of the last ``R`` of ``T`` tokens.
+    """
     R, T = probabilities.shape[-2:]
     return probabilities.diagonal(offset=T - R, dim1=-2, dim2=-1)
 
 
 def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
-    """Return the part of one row's attention that falls on the tokens in the slots (-1 = empty)."""
+    """Return the part of one query's attention to ``T`` tokens that falls on those whose positions the slots hold.
+
+    An empty slot has the position -1.
+    """
     # an empty slot reads the first token's attention, which is then masked
     mass = probabilities.gather(-1, positions.long().clamp(min=0))
     return mass.masked_fill(positions < 0, 0.0).sum(dim=-1)
 
 
 def best_dynamic(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """Return the most attention that each row's own token and its best ``budget`` past tokens can hold."""
+    """Return the most attention that each query's own token and its best ``budget`` earlier tokens can have."""
     before = past(probabilities)
     return before.topk(min(budget, before.shape[-1]), dim=-1).values.sum(dim=-1) + own(probabilities)
 
 
 def best_static(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """Return the attention that the best fixed set in hindsight holds, with each row's own token.
+    """Return the attention of each query to its own token and to the best fixed set of earlier tokens in hindsight.
 
-    The set has the ``budget`` tokens with the largest sums over all rows.
+    The set of a head has the ``budget`` tokens with the largest sums over all queries.
     """
     before = past(probabilities)
     chosen = before.sum(dim=-2).topk(min(budget, before.shape[-1]), dim=-1).indices
@@ -342,7 +366,7 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
         checkpoint: the model.
         options: the text, and a seed that chooses windows of a long text, or the package's own sentences.
         rows: number of texts; fewer if the file is shorter.
-        length: tokens of each text; fewer if the whole file is shorter.
+        length: tokens of each text with its begin token; fewer if the whole file is shorter.
 
     Raises:
         InputError: the file has fewer tokens than `SHORTEST`.
@@ -374,7 +398,10 @@ def notes(options: Options) -> list[str]:
 
 
 def own_sentences(seed: int) -> Iterator[str]:
-    """Yield an endless text of shuffled neutral sentences with a fact after every third; facts repeat in turn."""
+    """Yield the sentences of an endless text: three neutral ones in random order, then a fact, and so on.
+
+    The same few facts come back in turn, each time in words that are drawn anew.
+    """
     rng = random.Random(seed)
     facts = cycle(draw_facts(HELD_OUT, rng, _FACTS, [kind.name for kind in HELD_OUT.kinds]))
     filler = iter(own_filler(rng))
@@ -385,7 +412,7 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
-    """Return the first tokens of the package's own sentences, without a begin token."""
+    """Return the first ``length`` tokens of the package's own sentences of a seed, without a begin token."""
     sentences = own_sentences(seed)
     text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
@@ -394,7 +421,7 @@ def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, "
 
 
 def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[Tensor, " length"]]:
-    """Return consecutive windows of a text.
+    """Return windows of a text: consecutive parts of equal length, which do not overlap.
 
     The next seed starts where this one ends; after the last window comes the first.
 

@@ -24,7 +24,9 @@ _CLASS = "kvkeep.evals.lm_eval.model:KVKeepLM"  # as text, since its module need
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run lm-eval's own command line with these arguments.
+    """Run lm-eval's own command line with these arguments, in which ``--model kvkeep`` is known.
+
+    While it runs, ``sys.argv`` holds them.
 
     Raises:
         InputError: lm-eval is not installed, or the data of a task cannot be reached.
@@ -113,8 +115,10 @@ class Arguments:
     def of(cls, options: Mapping[str, Any]) -> Arguments:
         """Return the arguments that lm-eval hands on, checked.
 
+        Those that lm-eval adds by itself are left out, but ``batch_size`` stands for ``rows`` if the user gave it.
+
         Raises:
-            InputError: an argument is unknown, or a number is out of range.
+            InputError: an argument is unknown, or one that has to be a whole number of 1 or more is none.
         """
         given = {key: value for key, value in options.items() if key not in _IGNORED and value is not None}
         size = options.get("batch_size")  # 1 is lm-eval's own default, and no wish of the user
@@ -162,7 +166,9 @@ def _text(key: str, value: object) -> str:
 
 
 def bounded_of(asked: Arguments) -> BoundedModel:
-    """Load the model, check policy and budget, and return them as a bounded model. Cheap checks come first.
+    """Return model, policy, budget and options as a bounded model: check what can be checked, then read the weights.
+
+    A budget in percent can be checked only when texts are known.
 
     Raises:
         KVKeepError: the model, the policy or the budget cannot be used.
@@ -180,7 +186,7 @@ def bounded_of(asked: Arguments) -> BoundedModel:
 
 
 def budget_of(text: str) -> RequestedBudget:
-    """Return the budget that a text names, in tokens or in percent of each text.
+    """Return the budget that a text names, in tokens (``512``) or in percent of each text (``20%``).
 
     Raises:
         BudgetError: the number is out of range.
@@ -198,6 +204,13 @@ def budget_of(text: str) -> RequestedBudget:
 
 def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[tuple[str, ...], SamplingParams]:
     """Return a task's ``generation_kwargs`` as the texts that end an answer, and how its tokens are sampled.
+
+    Answers are greedy unless the options ask to sample, or name a temperature above 0.
+
+    Args:
+        options: the task's ``generation_kwargs``.
+        new_tokens: most tokens of an answer if the options do not say.
+        end: the text of the token that ends a text; it ends an answer, too.
 
     Raises:
         InputError: an option is out of range.

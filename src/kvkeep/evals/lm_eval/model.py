@@ -33,7 +33,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
     """
 
     def __init__(self, **options: Any) -> None:
-        """Load the model, after a check of all arguments."""
+        """Check all model arguments, then load the model."""
         super().__init__()
         self._asked = Arguments.of(options)
         self._bounded = bounded_of(self._asked)
@@ -102,7 +102,10 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
     # -- texts and tokens
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the token ids of a text; a text that has a begin token does not get a second one."""
+        """Return the token ids of a text.
+
+        A text that starts with the begin token gets no second one, unless ``add_special_tokens`` says so.
+        """
         begin = str(self.tokenizer.decode(self.prefix_token_id))
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -110,7 +113,10 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text, in the tokenizer's chat template."""
+        """Return a conversation as text, in the tokenizer's chat template.
+
+        It ends with the start of the model's turn, or if ``add_generation_prompt`` is false, within the last message.
+        """
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -133,8 +139,9 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
         return self._scored(self._bounded, pairs, [request[0] for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, computed window by window, in pieces of ``window_stride``
-        tokens.
+        """Return the log-likelihood of each whole text: the sum over its windows.
+
+        Each window begins with empty memory, and is fed in pieces of ``window_stride`` tokens.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         pieces = self._asked.in_windows(self._bounded)
@@ -145,7 +152,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the texts that follow prompts, generated in continuous batches."""
+        """Return the text that follows each prompt, in the order of ``requests``, generated in continuous batches."""
         if not requests:
             return []
         wishes = [self._wish(*request.args) for request in requests]
@@ -163,17 +170,29 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
     # -- the way there
 
     def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> ContextPair:
-        """Return a context and its continuation as tokens. The beginning of a context that is too long is left out."""
+        """Return a context and its continuation as tokens. The beginning of a context that is too long is left out.
+
+        Args:
+            texts: context and continuation as texts.
+            context: token ids of the context.
+            continuation: token ids of the continuation.
+        """
         room = self.max_length + 1 - len(continuation)  # nothing follows the last token, so it is never fed
         self._asked.check_room(room, len(continuation), self.max_length)
         prompt, first, length = self._cut(texts[0], context, room)
         return ContextPair(prompt, tuple(continuation), first, length)
 
     def _cut(self, text: str, ids: Sequence[int], room: int) -> tuple[tuple[int, ...], int, int]:
-        """Return a prompt's last tokens, how many are read before the eviction, and how many a budget refers to.
+        """Return a prompt's last tokens, how many of these are read before the eviction, and how many a budget refers
+        to.
+
+        Args:
+            text: the prompt.
+            ids: its tokens.
+            room: most tokens that stay; the beginning of a longer prompt is left out.
 
         Raises:
-            InputError: the prompt has no text before its question.
+            InputError: the question comes after the cut, and the prompt has no text before it.
         """
         lost = max(0, len(ids) - room)
         kept = tuple(ids[lost:])
@@ -186,7 +205,10 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed wh
         return kept, first, first
 
     def _windows(self, text: str) -> list[ContextPair]:
-        """Return disjoint windows of a text, cut as lm-eval cuts them."""
+        """Return disjoint windows of a text, cut as lm-eval cuts them, each as a context and the continuation to score.
+
+        Every token of the text is in one continuation.
+        """
         made = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,

@@ -90,7 +90,10 @@ class _Group:
 
 
 def scores(bounded: BoundedModel, pairs: Sequence[ContextPair]) -> Iterator[tuple[int, Score]]:
-    """Yield the score of each pair with its index in ``pairs``, the longest contexts first."""
+    """Yield the index in ``pairs`` and the score of each pair, about the longest contexts first.
+
+    Pairs with the same context share one reading of it.
+    """
     first = 0
     for groups in _batches(_grouped(pairs), bounded.rows):
         yield from _score(bounded, groups, pairs, first)
@@ -107,7 +110,7 @@ def _grouped(pairs: Sequence[ContextPair]) -> list[_Group]:
 
 
 def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
-    """Yield the contexts of each batch.
+    """Yield the contexts of each batch, at most ``rows`` and few enough for `BATCH_TOKENS`.
 
     Contexts with tokens after the eviction and those without are never in one batch.
     """
@@ -123,8 +126,9 @@ def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
 def _score(
     bounded: BoundedModel, groups: Sequence[_Group], pairs: Sequence[ContextPair], first: int
 ) -> Iterator[tuple[int, Score]]:
-    """Read some contexts, numbered from ``first`` on for random policies, and yield the scores of all their
-    continuations, which follow in copies.
+    """Read the contexts of a batch, and yield for each of their continuations its index in ``pairs`` and its score.
+
+    Continuations follow in copies of the memory. ``first`` numbers the first context, for random policies.
     """
     longest = max(len(pairs[place].continuation) for group in groups for place in group.places)
     budgets = [bounded.tokens(group.length, len(group.context) + longest) for group in groups]
@@ -144,7 +148,7 @@ def _score(
 
 
 def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
-    """Read the contexts, and return the logits after their last tokens."""
+    """Read the contexts, cut each after its first part, and return the logits after their last tokens, in float32."""
     parts = [[_ids(group.context[: group.first]) for group in groups]]
     # the last token runs under the budget: its logits score the first token of each continuation
     if groups[0].first < len(groups[0].context):
@@ -160,8 +164,14 @@ def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
 def _follow(
     bounded: BoundedModel, drive: Drive, logits: Float[Tensor, "B V"], asked: Sequence[tuple[int, tuple[int, ...]]]
 ) -> Iterator[tuple[int, Score]]:
-    """Feed continuations piece by piece, and yield the sum of their tokens' log-probabilities, and whether all are
-    greedy.
+    """Feed continuations piece by piece, and yield for each its number, and its score: the sum of its tokens'
+    log-probabilities, and whether each is the likeliest token.
+
+    Args:
+        bounded: how many tokens are fed at once.
+        drive: the memory, with a row for each continuation.
+        logits: those that predict the first token of each continuation.
+        asked: number and tokens of each continuation.
     """
     totals, greedy = [0.0] * len(asked), [True] * len(asked)
     before = logits
@@ -177,7 +187,11 @@ def _follow(
 def _pieces(
     rows: Sequence[tuple[int, ...]], stride: int
 ) -> Iterator[tuple[int, Int[Tensor, "B n"], Bool[Tensor, "B n"], list[tuple[int, ...]]]]:
-    """Yield the continuations without their last tokens in pieces, each with its start and the tokens that follow."""
+    """Yield the continuations, without their last tokens, in pieces of ``stride`` tokens.
+
+    Each piece is: its start, the tokens of all rows padded on the left, which columns are tokens, and for each row the
+    tokens that these predict.
+    """
     longest = max(map(len, rows))
     # a piece at least, though an empty one: with the first piece the first tokens are scored
     for start in range(0, max(1, longest - 1), stride):
@@ -189,8 +203,10 @@ def _pieces(
 def _add(
     logits: Float[Tensor, "B n V"], targets: Sequence[Sequence[int]], totals: list[float], greedy: list[bool]
 ) -> None:
-    """Add the log-probabilities of each row's targets to ``totals``, and note in ``greedy`` whether they are the
-    likeliest.
+    """Add the log-probabilities of each row's targets to its entry of ``totals``, and make that of ``greedy`` false
+    unless all are the likeliest tokens.
+
+    The logits of a row that predict its targets are its last ones.
     """
     for row, tokens in enumerate(targets):
         if not tokens:  # a short continuation ends before the others, and `-0:` would mean all columns
@@ -298,7 +314,7 @@ class EvaluationProtocol:
     examples_mark: str = "\n\n"
 
     def __post_init__(self) -> None:
-        """Check the ways and the marks."""
+        """Check that both ways are of `WAYS`, and that the marks are texts and not empty."""
         for name, way in {"question": self.question, "examples": self.examples}.items():
             if way not in WAYS:
                 raise InputError(f"{name}={way!r} is no protocol; use {' or '.join(WAYS)}.")
@@ -336,7 +352,12 @@ class EvaluationProtocol:
         return min(same, len(ids) - 1)  # one token at least has to be read after the cut
 
     def no_cut(self, prompt: str, lost: int) -> InputError:
-        """Return the error about a prompt that has no text before its question, so that nothing could be evicted."""
+        """Return the error about a prompt that has no text before its mark, so that nothing could be evicted.
+
+        Args:
+            prompt: the text.
+            lost: number of first tokens that were left out since the prompt is too long; they may be the reason.
+        """
         name = "question_mark" if self.question == "later" else "examples_mark"
         mark = getattr(self, name)
         if lost and self.place(prompt):

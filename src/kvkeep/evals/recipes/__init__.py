@@ -51,7 +51,10 @@ class Recipe:
         return {**self.run, **(self.quick if quick else {})}
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """Return sentences on how the measurement of our figures differs from that of the paper's."""
+        """Return sentences on how the measurement of our figures, from these rows, differs from that of the paper's.
+
+        The last one says how wide intervals are, if a case has few questions.
+        """
         models = ", ".join(dict.fromkeys(str(row.get("model", "unknown")) for row in rows))
         about = [f"{self.source}; measured on {self.model}, ours on {models}.", *self.apart]
         counts = [int(row["score"]["n"]) for row in of_task(rows, self.run["tasks"])]
@@ -61,7 +64,10 @@ class Recipe:
         return about
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return a table of the paper's figures, ours, and the differences; a dash where the folder has no such row."""
+        """Return a table of the paper's figures, ours, and the differences.
+
+        A dash stands where no row fits, or where the paper prints no figure.
+        """
         own = of_task(rows, self.run["tasks"])
         title = f"{self.title} (paper | ours | difference)"
         cells = {
@@ -81,7 +87,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Recipe:
-    """Return the recipe of this name.
+    """Return the recipe of this name, read from its file in the package.
 
     Raises:
         InputError: there is no such recipe.
@@ -107,9 +113,10 @@ def find(name: str) -> Recipe:
 
 
 def read_line(line: str) -> tuple[str, str, str | None]:
-    """Return the policy, setup and budget that a line of figures names.
+    """Return the policy, setup and budget that a line of figures names, as rows of results have them.
 
-    A setup without differences is an empty text. A budget of ``None`` stands for the first one that was run.
+    A line is written as ``h2o@4bit at 20%``. A setup without differences is an empty text. A budget of ``None`` stands
+    for the first one that was run.
     """
     name, _, budget = line.partition(" at ")
     (arm,) = split_arms(name)

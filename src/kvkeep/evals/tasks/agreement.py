@@ -79,10 +79,11 @@ class Agreement(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Agreement:
-        """Return the task, with the text cut into prompts.
+        """Return the task, with the text cut into prompts of equal length; a short text gives fewer or shorter ones.
 
         Raises:
-            InputError: the text is too short, or the model has no positions for prompt and answer.
+            InputError: the text has fewer tokens than `task.SHORTEST`, or the model has too few learned positions for
+                the lengths of prompt and continuation that the user gave.
         """
         room = checkpoint.trained_length or PROMPT + NEW
         new = options.new_tokens or min(NEW, max(2, room // 8))
@@ -114,7 +115,9 @@ class Agreement(Task):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Feed the continuation, and compare each next-token distribution with that of the full cache."""
+        """Feed the full cache's continuation to a bounded cache, compare each next-token distribution with the full
+        cache's, and return the means.
+        """
         found = [
             self._follow(writer, policy, budgets[at], at, reference, setup)
             for at, reference in zip(self._batches(), self.references, strict=True)
@@ -135,7 +138,10 @@ class Agreement(Task):
         return [score for some in parts for score in self._side_by_side(writer, policy, budgets[some])]
 
     def _side_by_side(self, writer: Writer, policy: Policy, budgets: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the score under each of several budgets, whose rows run together."""
+        """Return the score of a policy under each of several budgets, in their order.
+
+        For each batch of prompts, the rows of all budgets run together.
+        """
         equal, kl = [], []
         for at, reference in zip(self._batches(), self.references, strict=True):
             rows = len(reference.tokens)
@@ -154,9 +160,15 @@ class Agreement(Task):
         reference: _Reference,
         setup: Setup,
     ) -> _Followed:
-        """Feed a batch's continuation to a bounded cache, and return how it followed.
+        """Feed the full cache's continuation of a batch to a bounded cache, and return how it followed at each step.
 
-        With more budgets than rows, all rows come several times.
+        Args:
+            writer: the model.
+            policy: the eviction policy.
+            budgets: one for each row of the batch, or for each row of several copies of the batch, copy by copy.
+            at: which prompts are the batch.
+            reference: what the full cache wrote after these prompts.
+            setup: how the cache is made.
         """
         copies = len(budgets) // len(reference.tokens)
         tokens = reference.tokens.repeat(copies, 1)
@@ -174,14 +186,23 @@ class Agreement(Task):
         return _Followed(torch.cat(equal).view(shape), torch.cat(kl).view(shape), drive.cache.memory())
 
     def _score(self, equal: Sequence[Float[Tensor, "n _"]], kl: Sequence[Float[Tensor, "n _"]]) -> dict[str, Any]:
-        """Return the numbers of a result from the steps of each batch's rows."""
+        """Return the score: the means over the comparisons of all batches, and the mean number of equal tokens before
+        the first difference (``first_difference``).
+
+        Args:
+            equal: for each batch, by step and row, 1 where both likeliest tokens are equal, else 0.
+            kl: KL(full ‖ bounded) of the same comparisons, in nats.
+        """
         # the product of all steps so far is 1 until the first token that differs
         firsts = torch.cat([steps.cumprod(dim=0).sum(dim=0) for steps in equal])
         found = _score(torch.cat([e.flatten() for e in equal]), torch.cat([k.flatten() for k in kl]), self._steps())
         return {**found, "first_difference": firsts.double().mean().item()}
 
     def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
-        """Return the full cache's continuation of prompts, and the logits behind each of its tokens."""
+        """Return the full cache's continuation of prompts, greedy or drawn, and the logits behind each of its tokens.
+
+        Tokens that end a text are left out of the choice, so that all continuations have the same length.
+        """
         drive = Drive(writer, parse("full"), [ids.shape[1] + self.new] * len(ids))
         last = drive.feed(ids, last_only=True)[:, -1]
         tokens, logits = [], []
@@ -204,13 +225,19 @@ class Agreement(Task):
         return batches([self.ids.shape[1]] * len(self.ids))
 
     def _steps(self) -> Int[Tensor, " n"]:
-        """Return the part of the continuation that each comparison falls into, by batch and then by step."""
+        """Return the part of the continuation, of `_PARTS`, that each comparison falls into: by batch, step and row."""
         steps = [torch.arange(self.new).repeat_interleave(len(r.tokens)) for r in self.references]
         return torch.cat(steps) * _PARTS // self.new
 
 
 def _score(equal: Float[Tensor, " n"], kl: Float[Tensor, " n"], parts: Int[Tensor, " n"]) -> dict[str, Any]:
-    """Return the means over all comparisons, and over each eighth of the continuation."""
+    """Return the mean agreement and KL divergence over all comparisons, and over each eighth of the continuation.
+
+    Args:
+        equal: 1 where both caches' likeliest tokens are equal, else 0.
+        kl: KL(full ‖ bounded) of the same comparisons, in nats.
+        parts: the eighth that each comparison falls into.
+    """
     found = sorted(set(parts.tolist()))  # a short continuation has fewer parts
     return {
         "agreement": equal.double().mean().item(),

@@ -70,7 +70,7 @@ def questions(name: str, data: str | None) -> list[Choice]:
 
 
 def _adapted(name: str, row: Mapping[str, str]) -> Choice:
-    """Return the question of an entry of LLM-Adapters, where question and choices are one text.
+    """Return the question of an entry of LLM-Adapters' file for a data set, where question and choices are one text.
 
     Raises:
         ValueError: there are no choices, or the answer is none of them.
@@ -97,7 +97,8 @@ def _asked(name: str, question: str, choices: list[str], right: int) -> Choice:
 
 
 def _filled(sentence: str, options: list[str], right: int) -> Choice:
-    """Return a question of WinoGrande: the same end of the sentence follows each option.
+    """Return a question of WinoGrande: the contexts are the sentence up to its blank with each option in it, and every
+    choice is the same rest of the sentence.
 
     Raises:
         ValueError: the sentence has no blank.
@@ -125,7 +126,10 @@ def _copa(row: Mapping[str, Any]) -> Choice:
 
 
 def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
-    """Return a reader of ARC or OpenBookQA: each choice is an object, or labels and texts are two lists (the hub)."""
+    """Return a function that makes a question of a row of ARC or OpenBookQA (``name``).
+
+    It reads both formats: each choice is an object, or labels and texts are two lists (the hub).
+    """
 
     def read(row: Mapping[str, Any]) -> Choice:
         """Return the question of a row."""
@@ -357,7 +361,7 @@ class MultipleChoice(Task):
 
     @property
     def new_tokens(self) -> int:
-        """Return the most tokens that a context and a choice have after the eviction."""
+        """Return the most tokens that follow a cut: the rest of a context, and a choice."""
         return max(
             len(pair.context) - pair.first + len(pair.continuation)
             for questions in self.asked.values()
@@ -388,7 +392,8 @@ class MultipleChoice(Task):
 
 
 def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
-    """Return the questions of a data set, each with solved examples of its own.
+    """Return ``options.limit`` questions of a data set as tokens, each with solved examples of its own; by default
+    `QUESTIONS`, and no more than there are.
 
     Raises:
         InputError: there are too few questions for the examples.
@@ -402,7 +407,10 @@ def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
 
 
 def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Choice], number: int) -> _Asked:
-    """Return a question with its solved examples before each choice, tokenized."""
+    """Return the question of a number in ``found`` as tokens: each choice with what stands before it.
+
+    That begins with solved examples, which are drawn from the other questions.
+    """
     others = [i for i in range(len(found)) if i != number]
     # by the question's number, so that a run of more questions has the same ones before each
     shown = random.Random(f"{name} {options.seed} {number}").sample(others, options.shots)
@@ -418,7 +426,15 @@ def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Ch
 
 
 def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later: bool) -> ContextPair:
-    """Return a context and a choice as tokens, and how many tokens are read before the cut."""
+    """Return a context and a choice as tokens, and how many tokens are read before the cut.
+
+    Args:
+        checkpoint: the model.
+        before: the solved examples.
+        context: the question; it follows the examples.
+        choice: a choice; it follows the question.
+        later: whether the examples alone are read before the cut; else the context but for its last token.
+    """
     whole, prompt = (_tokens(checkpoint, text) for text in (before + context + choice, before + context))
     # the prompt's last token runs under the budget: its logits score the choice's first token
     first = len(prompt) - 1
@@ -437,9 +453,14 @@ def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:
 
 
 def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[str, Any]:
-    """Return the accuracy by log-likelihood, and by log-likelihood per character (``normed``), with the grades.
+    """Return the share of questions whose right choice is the likeliest (``score``), or the likeliest per character
+    (``normed``), the share that guessing would get, and each question's grade by the former.
 
-    They are lm-eval's ``acc`` and ``acc_norm``.
+    The two shares are lm-eval's ``acc`` and ``acc_norm``.
+
+    Args:
+        found: the log-likelihood of each choice of each question.
+        asked: the questions.
     """
     rights, normed = [], []
     for values, one in zip(found, asked, strict=True):

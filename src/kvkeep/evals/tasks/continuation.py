@@ -54,10 +54,11 @@ class Continuation(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Continuation:
-        """Return the task, with the source cut into texts and what follows each.
+        """Return the task, with the source cut into texts and what follows each; a short source gives fewer or shorter
+        ones.
 
         Raises:
-            InputError: the source is too short.
+            InputError: the source has fewer tokens than `task.SHORTEST`.
         """
         room = checkpoint.trained_length or TEXT + NEW + 1
         new = min(NEW, max(1, room // 8))
@@ -97,7 +98,9 @@ class Continuation(Task):
         return TaskOutcome(_score(torch.cat(losses)), memory)
 
     def _losses(self, drive: Drive, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B new"]:
-        """Return the loss of each measured token after the cut, in nats."""
+        """Feed a batch, the text at once and what follows it token by token, and return the loss of each measured token
+        after the cut, in nats.
+        """
         drive.feed(ids[:, : self._before], last_only=True)  # what follows from the whole text does not count
         found = []
         for column in range(self._before, ids.shape[1] - 1):
@@ -107,7 +110,9 @@ class Continuation(Task):
 
 
 def _score(losses: Float[Tensor, "B new"]) -> dict[str, Any]:
-    """Return the perplexity over all tokens, and each text's mean loss, by which policies are compared text by text."""
+    """Return the score of losses: perplexity and mean loss over all tokens, their number, and each text's mean loss, by
+    which policies are compared text by text.
+    """
     mean = losses.double().mean().item()
     by_text = [round(loss, 6) for loss in losses.double().mean(dim=1).tolist()]
     # e^710 is more than a float holds

@@ -38,7 +38,11 @@ class Conversation(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Return a case for each context, with as many turns as facts; asked turns are spread evenly."""
+        """Return a case for each context, with conversations of as many turns as facts.
+
+        Each asks for the fact of one turn, which lies at the depths of ``options`` in turn; by default they are spread
+        evenly over the conversations.
+        """
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):
@@ -72,7 +76,13 @@ class Conversation(QATask):
 
 
 def _maker(options: Options, number: int, depth: float) -> Any:
-    """Return a function that makes a conversation whose turns have a number of further sentences together."""
+    """Return a function that makes a conversation of ``options.facts`` turns, with a given number of further sentences.
+
+    Args:
+        options: the user's choices.
+        number: the conversation's number, which together with the seed chooses names, codes and sentences.
+        depth: where the turn lies whose fact is asked for, as a share of the turns.
+    """
     drawn = random.Random(f"conversation {options.seed} {number}")
     names, codes = words(drawn, options.facts), values("numbers", drawn, options.facts)
     asked = min(options.facts - 1, int(depth * options.facts))  # depth 1 is the last turn
@@ -92,7 +102,7 @@ def _maker(options: Options, number: int, depth: float) -> Any:
 
 
 def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
-    """Return the number of tokens up to the end of each turn, at most those of the prompt's first part."""
+    """Return the number of tokens from a prompt's start to the end of each turn, at most those of its first part."""
     found, text = [], ""
     for turn in prompt.item.text.split(_TURN)[1:]:  # nothing stands before the first turn
         text += f"{_TURN}{turn}"

@@ -24,12 +24,24 @@ _ORDER = 4
 
 
 def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n: int, about: str) -> list[Item]:
-    """Return texts to continue, each from another sentence; with the continuation they have ≤ ``length`` tokens."""
+    """Return ``n`` items that are texts to continue, without a question; each begins with another sentence.
+
+    Each is as long as fits into ``length`` tokens with a continuation of ``new`` tokens.
+
+    Args:
+        checkpoint: the model.
+        options: the user's choices.
+        length: most tokens of a text with its continuation.
+        new: tokens of a continuation.
+        n: number of texts.
+        about: the items' name in messages.
+    """
     items = []
     for number in range(n):
         seed = options.seed * n + number
         haystack = Haystack(options.text, seed)
-        # the seed has no part in the sentences of the user's text, so each item begins at another one of them
+        # the seed has no part in the sentences of the user's text, so each item begins at another one of them; another
+        # distance than 16 would change results
         skip = 0 if options.text is None else 16 * seed
 
         def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:  # of this turn of the loop
@@ -52,7 +64,7 @@ class Diversity(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Return a case for each context, with texts to continue."""
+        """Return a case for each context, with texts that fill it but for the `NEW` tokens of a continuation."""
         about["text"] = describe(options)
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):

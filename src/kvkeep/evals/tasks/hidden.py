@@ -26,7 +26,9 @@ _Maker = Callable[[random.Random, float, int], Item]
 def _cases(
     checkpoint: Checkpoint, options: Options, task: type[QATask], make: _Maker, least: int
 ) -> dict[str, TaskCase]:
-    """Return a case for each context, with items whose depths take turns.
+    """Return a case for each context, with items as long as fit into it, whose answers stand at the depths in turn.
+
+    Without depths in ``options`` they are spread evenly over the items.
 
     Args:
         checkpoint: the model.
@@ -136,7 +138,7 @@ class KeyValue(QATask):
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
-            """Return the item with ``size`` pairs."""
+            """Return the item with ``size`` pairs, of which the one at ``depth`` is asked for."""
             found = values("uuids", drawn, 2 * size)  # all different, so that no value is a key
             pairs = list(zip(found[::2], found[1::2], strict=True))
             key, value = pairs[min(size - 1, int(depth * size))]  # depth 1 is the last pair

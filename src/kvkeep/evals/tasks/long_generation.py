@@ -41,7 +41,7 @@ class LongGeneration(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Return a case for each context, with texts to continue."""
+        """Return a case for each context, with texts that leave half of it, at most `_MOST` tokens, to be written."""
         about["text"] = describe(options)
         made = {}
         for length in dict.fromkeys(options.contexts):
@@ -64,8 +64,10 @@ class LongGeneration(QATask):
         return [float(a == b) or grading.rouge_l(a, b) for a, b in zip(texts, self.references[case], strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Return the share of words before the first difference, the share of equal texts, the length ratio, and the
-        share of runs of four words that repeat.
+        """Return further numbers from a policy's continuations beside the full cache's of the same prompts.
+
+        These are the share of the full cache's words before the first difference, the share of equal texts, the ratio
+        of all words, and the share of runs of four words that the policy's texts had before.
         """
         # the own text first, then the full cache's; two empty ones are equal, and nothing is before a difference
         pairs = [(a.split(), b.split()) for a, b in zip(texts, self.references[case], strict=True)]

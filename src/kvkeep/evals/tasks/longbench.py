@@ -72,7 +72,10 @@ class LongBench(QATask):
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> TaskCase:
-    """Return one of LongBench's tasks as prompts with their grading."""
+    """Return one of LongBench's tasks as prompts with their grading.
+
+    If texts have to be shortened for the model, ``notes`` gets a note on how many.
+    """
     task, every = described()[name], read(name, options.data)
     n = min(options.limit or len(every), len(every))
     items = [every[(options.seed * n + i) % len(every)] for i in range(n)]  # the next seed goes on where this one ends
@@ -98,7 +101,11 @@ def read(name: str, data: str | None) -> list[Item]:
 
 
 def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
-    """Return a row of LongBench in the words of its task's prompt."""
+    """Return a row of LongBench as an item, in the words of its task's prompt.
+
+    Raises:
+        ValueError: the row has no text, or no answer that a reply can be graded by.
+    """
     before, after = str(task["prompt"]).split("{context}")
     classes = row["all_classes"] if task["metric"] == "classification" else []
     return Item(
@@ -122,7 +129,7 @@ def _some(answers: list[Any]) -> list[Any]:
 
 
 def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
-    """Return an answer, after a check that a reply can be graded by it.
+    """Return an answer unchanged, after a check that a reply can be graded by it with this metric.
 
     Raises:
         ValueError: no reply can be graded by the answer.
@@ -165,7 +172,10 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
 
 
 def grade(task: Mapping[str, Any], item: Item, reply: str) -> float:
-    """Return the grade of a reply by a task's metric, for the best of the item's answers."""
+    """Return the best grade of a reply over the item's answers, by the metric of its task, in [0, 1].
+
+    Some tasks grade the reply's first line alone.
+    """
     if task.get("first_line"):
         reply = reply.lstrip("\n").split("\n")[0]
     if task["metric"] == "classification":

@@ -94,7 +94,9 @@ class RetainedMass(Task):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Replay the policy on the record, layer by layer within each token, and return the mass that it retains."""
+        """Replay the policy on the full cache's record, token by token in every layer, and return the share of the full
+        cache's attention that falls on the tokens held.
+        """
         cache = Drive(writer, policy, budgets, setup=setup).cache  # the model does not run: its layers are fed alone
         layers = cache.bounded_layers()
         for index, tape in self.tapes.items():
@@ -111,7 +113,14 @@ class RetainedMass(Task):
         )
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:
-        """Return the means over texts and rows: per layer and head, and over all heads."""
+        """Return the retained attention, that of the best sets, and the distance from these (``regret``).
+
+        They are means over texts and rows: over all heads, and some also for each layer and head.
+
+        Args:
+            held: layer → attention to the tokens held, without each row's own.
+            room: the tokens that the best sets of each layer may have.
+        """
         full = [self.full[index] for index in held]
         mass = _per_head([h + task.own(p) for h, p in zip(held.values(), full, strict=True)])
         dynamic = _per_head([task.best_dynamic(p, n) for p, n in zip(full, room, strict=True)])

@@ -53,7 +53,7 @@ class Perplexity(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Perplexity:
-        """Return the task, with the text cut into windows.
+        """Return the task, with the text cut into windows of equal length; a short text gives fewer or shorter ones.
 
         Raises:
             InputError: the text is too short, or the model has too few learned positions for a window.
@@ -108,7 +108,9 @@ def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[
 
 
 def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
-    """Return the perplexity of all tokens, and the mean loss by the position of the predicted token."""
+    """Return the score of losses: perplexity and mean loss of all tokens, their number, and the mean loss in each range
+    of positions of the predicted token (`task.position_buckets`).
+    """
     mean = losses.double().mean().item()
     buckets = [
         {"from": start, "to": stop, "n": part.numel(), "nll": part.double().mean().item()}

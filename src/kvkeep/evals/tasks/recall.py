@@ -71,7 +71,8 @@ class Prompted:
 
 
 def wording_of(checkpoint: Checkpoint, style: str = "prose") -> Wording:
-    """Return how to ask a model: in the embedded model's chat, by instruction, or as plain text.
+    """Return how to ask a model: in the embedded model's chat, by instruction in another chat, or without a chat
+    template as plain text.
 
     Texts of the user's own are asked about with the beginning of the answer, since that measures what a small model
     has kept, not how well it follows instructions.
@@ -96,6 +97,7 @@ def ask(
     Raises:
         InputError: the facts alone are longer than the context.
     """
+    # no two questions about a text have the same depth
     each = min(options.facts, len(options.depths) or options.facts, math.ceil(n / documents))
     asked: list[Prompted] = []
     for number in range(math.ceil(n / each)):
@@ -112,7 +114,7 @@ def ask(
 
 
 def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, each: int) -> list[Prompted]:
-    """Return the questions about one text."""
+    """Return ``each`` questions about the text of a number, with prompts of about ``context`` tokens."""
     wording = wording_of(checkpoint, options.documents)
     made = document(
         task.text_seed(options.seed, number),
@@ -194,7 +196,15 @@ def _shared(one: Int[torch.Tensor, " n"], two: Int[torch.Tensor, " m"]) -> int:
 def encoded(
     checkpoint: Checkpoint, wording: Wording, text: str, ending: str, lead: str = ""
 ) -> Int[torch.Tensor, " n"]:
-    """Return the tokens of a prompt: a text and a question in the wording, and the beginning of the answer."""
+    """Return the tokens of a prompt: a text and a question in the wording.
+
+    Args:
+        checkpoint: the model.
+        wording: how the model is asked.
+        text: the text.
+        ending: the question.
+        lead: the beginning of the answer, which only the wording ``continued`` has.
+    """
     # the beginning of the answer is the model's own turn, which it goes on with
     if wording == "continued" and checkpoint.tokenizer.chat_template is not None:
         chat = [{"role": "user", "content": f"{text}\n\n{ending}"}, {"role": "assistant", "content": lead}]
@@ -241,7 +251,8 @@ class Recall(Task):
         """Return the task with its questions made.
 
         Raises:
-            InputError: the facts do not fit into a context, or the model has too few learned positions.
+            InputError: the facts do not fit into a context, the model has too few learned positions, or the number of
+                turns cannot be asked about.
         """
         wording = wording_of(checkpoint, options.documents)
         notes: list[str] = []
@@ -258,7 +269,9 @@ class Recall(Task):
         return cls(options, wording, questions, tuple(notes))
 
     def settings(self) -> dict[str, Any]:
-        """Return the number of questions and facts, the look of texts, depths and wording."""
+        """Return what results depend on: number of questions and facts, look of the texts, depths and wording, and the
+        user's text and the turns if there are any.
+        """
         return {
             "questions": self.options.limit or QUESTIONS,
             "facts": self.options.facts,
@@ -317,10 +330,10 @@ class Recall(Task):
 
 
 def _early(options: Options, turns: int) -> Options:
-    """Return the options with the asked facts restricted to turns that are followed by enough others.
+    """Return a copy of the options whose depths lie in the beginning of a text that `AFTER` further turns follow.
 
     Raises:
-        InputError: there are no such turns, questions do not come later, or a text has fewer tokens than turns.
+        InputError: there are no such turns, questions do not come later, or a turn would have less than two tokens.
     """
     if options.ask != "later":
         raise InputError("turns: a question some turns after its fact comes later than the cut; add `ask=later`.")
@@ -336,8 +349,9 @@ def _early(options: Options, turns: int) -> Options:
 
 
 def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, Any]:
-    """Return the record of a cell: accuracy, counts by tenth of the text and by kind of fact, and the chance of a
-    guess.
+    """Return the record of a cell: accuracy, each question's result, and the share that guessing would get.
+
+    Beside them are pairs of right answers and questions for each tenth of the text, and for each kind of fact.
     """
     by_depth = [[0, 0] for _ in range(task.TENTHS)]
     by_kind: dict[str, list[int]] = {}

@@ -73,7 +73,8 @@ _Maker = Callable[[int, int, int], Callable[[int], Item]]
 
 
 def _makers(name: str, options: Options) -> _Maker:
-    """Return what makes the items of one of RULER's tasks: by number, context and room for the prompt in tokens.
+    """Return a function for one of RULER's tasks: of an item's number, the context and the prompt's room in tokens, it
+    returns the function that makes the item of a number of parts.
 
     Raises:
         InputError: the file of a question's documents is missing, or of another format.
@@ -100,7 +101,7 @@ def _makers(name: str, options: Options) -> _Maker:
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> TaskCase:
-    """Return one of RULER's tasks at a length as prompts with their grading.
+    """Return one of RULER's tasks as prompts with their grading; a prompt and its reply have at most ``length`` tokens.
 
     Raises:
         TooShortError: the task does not fit into the length.

@@ -79,7 +79,7 @@ class Summary(QATask):
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> TaskCase:
-    """Return the articles of a data set as prompts."""
+    """Return articles of a data set as prompts. If some have to be shortened for the model, ``notes`` gets a note."""
     found = datasets.rows(options.data, SOURCES[name], f"summary's {name}")
     n = min(options.limit or Summary.items, len(found.rows))
     chosen = [(options.seed * n + i) % len(found.rows) for i in range(n)]
@@ -93,8 +93,14 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
 
 
 def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
-    """Return an article with its summary as an item; H2O's files have whole prompts, from which the article is
-    taken.
+    """Return the item of a row: its article, the request to summarise it, and its summary as the answer.
+
+    H2O's files have whole prompts, from which the article is taken.
+
+    Args:
+        name: the data set, which chooses the words of the request.
+        row: the row.
+        place: where it comes from, for the message.
 
     Raises:
         InputError: the row has no article with its summary.

@@ -47,7 +47,7 @@ class UserQuestion:
 
 
 def read_questions(content: str, source: str, text: str | None) -> list[UserQuestion]:
-    """Return the questions of a file. Empty lines are left out.
+    """Return the questions of a file of JSON lines, in its order. Empty lines are left out.
 
     Args:
         content: the file's content.
@@ -72,7 +72,7 @@ def _question(line: str, place: str, text: str | None) -> UserQuestion:
     """Return a line of ``--questions`` as a question; without a text of its own it is about ``text``.
 
     Raises:
-        InputError: the line is no JSON object, or has no text and none was given.
+        InputError: the line is no JSON object, has no question or no answer, or has no text and none was given.
     """
     try:
         entry = parse(line.encode("utf-8", "surrogatepass"))  # `parse` refuses half a character
@@ -98,10 +98,10 @@ def _answers(entry: dict[str, Any], place: str) -> tuple[str, ...]:
 
 
 def _text(entry: dict[str, Any], field: str, place: str) -> str:
-    """Return a field as a non-empty text; numbers count as texts.
+    """Return a field of a line as text without white space around it; a number counts as text.
 
     Raises:
-        InputError: the field is missing, empty or no text.
+        InputError: the field is missing, blank or no text; the message begins with ``place``.
     """
     value = entry.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -176,7 +176,7 @@ class Documents:
 
 
 def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: int, seed: int) -> Documents:
-    """Return documents of sentences of a text with facts between them; every fact is asked for.
+    """Return documents without end, each of sentences of a text with facts between them; every fact is asked for.
 
     Args:
         checkpoint: the model.
@@ -186,7 +186,7 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
         seed: chooses facts, and where in the text a document begins.
 
     Raises:
-        InputError: the facts do not fit.
+        InputError: the facts alone are longer than the context.
     """
     wording = wording_of(checkpoint)
     parts = None if text is None else sentences(text)
@@ -207,7 +207,8 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
 
 
 def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) -> Documents:
-    """Return the user's questions in units: one for each text, or one for each question if there are few texts.
+    """Return the user's questions as units: one for each text with its questions, or for each question if there are
+    few texts. The seed chooses their order.
 
     Raises:
         InputError: a prompt cannot be encoded.
@@ -236,13 +237,13 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text; if it has none, its lines and pieces of lines."""
+    """Return the sentences of a text; they also end with a line, and long ones come in pieces."""
     found = [part.strip() for part in _PART.split(text)]
     return [piece for part in found if part for piece in _pieces(part)]
 
 
 def _pieces(sentence: str) -> Iterator[str]:
-    """Yield a sentence whole, or in pieces if it is too long."""
+    """Yield a sentence whole, or in pieces of at most `LONGEST_SENTENCE` characters, cut between words if possible."""
     start = 0
     while start < len(sentence):
         stop = start + LONGEST_SENTENCE
@@ -257,7 +258,16 @@ def _pieces(sentence: str) -> Iterator[str]:
 def _planted(
     checkpoint: Checkpoint, wording: Wording, parts: Sequence[str] | None, *, number: int, context: int, facts: int
 ) -> Unit:
-    """Return a document with planted facts in the user's text (or in sentences of the package), and its questions."""
+    """Return the unit of a document with planted facts: its questions, one for each fact.
+
+    Args:
+        checkpoint: the model.
+        wording: how it is asked.
+        parts: sentences of the user's text, which go around; ``None`` for the package's own sentences.
+        number: chooses the facts and the sentences.
+        context: tokens of the document with a question.
+        facts: number of facts.
+    """
     made = document(
         number,
         n_facts=facts,
@@ -281,7 +291,8 @@ def _from(parts: Sequence[str], start: int) -> Iterator[str]:
 def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
-    """Return a unit: the questions about one text, with the number of tokens that all prompts share.
+    """Return a unit: the questions about one text as prompts, each with the number of tokens of the text, in which no
+    prompt differs from the others.
 
     Args:
         checkpoint: the model.

@@ -109,7 +109,7 @@ def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int
     Args:
         arm: the arm.
         budgets: tokens per layer and head.
-        row_bytes: returns the bytes of a row, or raises a `BudgetError` for a budget that is too small.
+        row_bytes: returns the bytes of a row, or raises an error for a budget that the policy or the model refuses.
     """
     steps = []
     for budget in budgets:
@@ -157,7 +157,15 @@ class KeptQuality:
 
 
 def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
-    """Return the kept quality that tallies show; NaN if they have nothing to compare."""
+    """Return the share of the full cache's quality that tallies show, with its 95 % interval.
+
+    All its numbers are NaN if the tallies have nothing to compare.
+
+    Args:
+        tallies: one for each document.
+        kind: ``answers``: the share of answers that stay. ``loss``: the full cache's perplexity relative to the
+            candidate's.
+    """
     weight = float(sum(n for _, n in tallies))
     if not weight:
         return KeptQuality(math.nan, math.nan, math.nan, 0.0)
@@ -178,7 +186,7 @@ def most(questions: int, documents: int) -> float:
 
 
 def needed(target: float, each: float) -> tuple[int, int]:
-    """Return how many questions can show a target if all answers stay, and in how many documents."""
+    """Return how many questions can show a target if all answers stay, and how many documents of ``each`` questions."""
     # more documents never show less, so their number can be bisected
     documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
     return round(documents * each), documents
@@ -230,8 +238,7 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Return the outcome of a unit, compared with the full cache's: a sum, and the number of questions or
-        tokens.
+        """Compare the outcome of a unit with the full cache's, and return what counts of it, see `Tally`.
 
         Args:
             outcome: what was measured under an arm.
@@ -265,7 +272,10 @@ class Answers(Measure):
         self.length, self.new_tokens = documents.length, documents.question_tokens + documents.reply_tokens
 
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Ask the questions of all units, and return for each unit a text of marks, ``1`` for a right reply."""
+        """Ask the questions of all units, and return for each unit a text with a mark for each of its questions.
+
+        A mark is ``1`` for a right reply and ``0`` for another.
+        """
         made = [self._documents.make(number) for number in units]
         asked = [question for unit in made for question in unit]
         replies = list(self._replies(writer, arm, budget, asked, units.start))
@@ -273,7 +283,11 @@ class Answers(Measure):
         return ["".join(next(marks) for _ in unit) for unit in made]
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Return, of the questions that the full cache answers, how many stay right, and their number."""
+        """Return, of a unit's questions that the full cache answers, how many the arm answers, too, and their number.
+
+        Raises:
+            InputError: the two outcomes have not the same number of marks.
+        """
         check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
         stays = [answered == "1" for answered, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
@@ -281,7 +295,15 @@ class Answers(Measure):
     def _replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
-        """Yield the reply to each question under a budget, in order."""
+        """Yield the reply to each question under an arm at a budget.
+
+        Args:
+            writer: the model.
+            arm: the policy and the options of its cache.
+            budget: tokens kept per layer and head.
+            asked: the questions, of one or more texts.
+            first: the number of the first row for policies with randomness.
+        """
         if self._later:
             yield from self._later_replies(writer, arm, budget, asked, first)
             return
@@ -295,7 +317,10 @@ class Answers(Measure):
     def _later_replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
-        """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies."""
+        """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies.
+
+        The arguments are those of `_replies`.
+        """
         texts = {question.text: question.ids[: question.first] for question in asked}
         places = {text: place for place, text in enumerate(texts)}
         for at in batches([len(ids) for ids in texts.values()]):
@@ -313,7 +338,14 @@ class Answers(Measure):
     def _finish(
         self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]
     ) -> list[str]:
-        """Feed the rest of the prompts, their last tokens apart, and return the replies."""
+        """Feed the rest of the prompts, their last tokens apart, and return the replies, in their order.
+
+        Args:
+            writer: the model.
+            drive: the cache that has read the beginnings of the prompts.
+            asked: the questions.
+            rest: what the cache has not read of each prompt, one token or more.
+        """
         if any(len(ids) > 1 for ids in rest):
             drive.feed(*left_padded([ids[:-1] for ids in rest]), last_only=True)
         logits = drive.feed(*left_padded([ids[-1:] for ids in rest]), last_only=True)
@@ -343,7 +375,8 @@ class Losses(Measure):
         self.per_unit = self.length
 
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Read texts in pieces, with a cut after each, and return the loss of each piece.
+        """Read texts in pieces of `PIECE` tokens, with a cut after each, and return for each text the sum of the losses
+        of each piece, in nats.
 
         Raises:
             InputError: a loss is infinite or no number.
@@ -361,7 +394,13 @@ class Losses(Measure):
         return found
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Return the nats beyond the full cache's in the pieces after the budget, and the number of their tokens."""
+        """Return by how many nats a text's losses exceed the full cache's after the budget, and how many tokens count.
+
+        These are the tokens of the pieces that begin when the budget is full.
+
+        Raises:
+            InputError: the two outcomes have not the same number of losses.
+        """
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
         # for a type checker, which does not see that `check` has raised
         assert not isinstance(outcome, str)
@@ -374,10 +413,10 @@ class Losses(Measure):
 
 
 def check(fits: bool) -> None:
-    """Refuse a folder's measurement of a document that does not fit the full cache's.
+    """Refuse a folder in which the measurement of a document does not fit the full cache's of the same document.
 
     Raises:
-        InputError: the measurement does not fit.
+        InputError: ``fits`` is false.
     """
     if not fits:
         raise InputError(

@@ -108,7 +108,7 @@ class TuneArguments:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        """Check everything that needs no model.
+        """Check all arguments, as far as that needs no model.
 
         Raises:
             InputError: a number is out of range, there is no such case, or questions are given for a stream.
@@ -148,10 +148,14 @@ class TuneArguments:
         return replace(QUICK.limits if self.quick else LIMITS, given=self.limit)
 
     def chosen(self) -> list[PolicyArm]:
-        """Return the policies to search, each with what its name says beside the policy.
+        """Return the policies to search, each with the bits and the rule for heads that its name says.
+
+        They are those of the user, or else those of the case, for a first look only the first few of these.
 
         Raises:
-            PolicyError: a policy does not exist.
+            PolicyError: the user's list is empty, or a policy in it is wrong.
+            InputError: slots cannot have the bits that it names.
+            BudgetError: the number of the rule that it names is out of range.
         """
         if self.policies is not None:
             return split_arms(self.policies)
@@ -222,7 +226,9 @@ def _case(name: str) -> Case:
 
 
 def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
-    """Return the policies, each combined with the setup; of the default policies, those that run so on this model.
+    """Return the arms: each policy with the setup, under each rule for heads.
+
+    Default policies that cannot run so on this model are left out.
 
     Raises:
         KVKeepError: a policy that the user named cannot run so.
@@ -245,8 +251,9 @@ def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
 
 
 def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
-    """Return the options that differ from the policy's own, as text; a head budget file is shown by hashes of its
-    content, since the file may change.
+    """Return the options that differ from the policy's own, as text.
+
+    A file of head budgets is shown by two hashes, of its profile and of its text, since the file may change.
     """
     found = setup.differences(checkpoint, policy)
     file = (setup.head_budget or "").partition("profile:")[2]
@@ -255,7 +262,9 @@ def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
 
 
 def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measure:
-    """Return what measures a candidate: answers to questions, or losses of text that goes on."""
+    """Return what measures candidates, with its data: answers to the user's questions or to questions about planted
+    facts, or for a stream the losses of text that goes on.
+    """
     if wanted.questions:
         return Answers(own(checkpoint, wanted.questions, wanted.seed), later=case == "later")
     context = wanted.tokens
@@ -275,7 +284,9 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measu
 def _ladders(
     checkpoint: Checkpoint, arms: Sequence[Arm], wanted: TuneArguments, measure: Measure, dtype: torch.dtype | None
 ) -> tuple[list[Ladder], int]:
-    """Return the candidates of every arm, and the bytes of a full cache.
+    """Return the candidates of every arm, and the bytes of a row in a full cache with room for question and reply.
+
+    Candidates that take no less memory than that are left out, so a ladder may be empty.
 
     Raises:
         InputError: no policy runs with any of the budgets, or none saves memory with one of them.
@@ -283,7 +294,11 @@ def _ladders(
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
-        """Return what a row's bytes are counted from, after a check of the budget."""
+        """Return what a row's bytes are counted from, after a check of the budget.
+
+        Raises:
+            KVKeepError: the arm cannot run with this budget.
+        """
         arm.setup.cache(checkpoint, parse(arm.policy), [budget])  # refuses a budget that is too small
         own_dtype = dtype or shape.dtype or torch.float32
         return Setting(
@@ -321,7 +336,9 @@ def _ladders(
 
 
 def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
-    """Return the budgets in tokens. Those that leave nothing to evict are left out.
+    """Return the budgets of all arms in tokens, each once, the smallest first.
+
+    Those that leave nothing to evict are left out.
 
     Raises:
         InputError: no budget is left.
@@ -342,7 +359,9 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
 
 
 def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
-    """Return the part of ``run.json`` that is known without weights."""
+    """Return what ``run.json`` says about a search, as far as it is known without weights; texts and questions of the
+    user are shown as hashes.
+    """
     asked = [(question.text, question.question, question.answers) for question in wanted.questions]
     return {
         "model": name,

@@ -27,8 +27,10 @@ _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 
 
 def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
-    """Return the table's lines: confirmed candidates, and for each other arm its smallest budget on target in the
-    search.
+    """Return the table's lines, with a text for each of `COLUMNS`.
+
+    First come the confirmed candidates, the smallest memory first; then, for each other arm, the smallest budget with
+    which it reached the target in the search, or else its largest one.
     """
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
     rows = [
@@ -55,7 +57,10 @@ def _place(result: TuneResult, ladder: tuple[Candidate, ...]) -> Candidate:
 
 
 def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
-    """Return the last word of a candidate's line, such as ``chosen`` or ``fails``."""
+    """Return the last word of a confirmed candidate's line: ``chosen``, ``passes`` or ``fails``.
+
+    Where nothing is promised, it says whether the share is at the target.
+    """
     if one == result.found.chosen:
         return "chosen"
     if not result.promises:
@@ -64,7 +69,7 @@ def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
 
 
 def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> tuple[str, ...]:
-    """Return a candidate's line of the table."""
+    """Return a candidate's line of the table, with a text for each of `COLUMNS`."""
     share = one.row_bytes / full_bytes
     return (
         one.arm.label,
@@ -84,7 +89,7 @@ def _percent(share: float) -> str:
 
 
 def title(result: TuneResult, case: Case, kind: Kind) -> str:
-    """Return the heading of the table."""
+    """Return the heading of the table: what is shown, and of how many questions or tokens in how many texts."""
     first, last = result.sizes.confirm
     left = result.asked - result.answered
     out = f"; {left} that the full cache cannot answer are left out" if kind == "answers" and left else ""
@@ -108,7 +113,7 @@ def answer(result: TuneResult, full_bytes: int) -> str:
 
 
 def _doubt(result: TuneResult) -> str:
-    """Return why so few questions or texts promise nothing, and what it takes."""
+    """Return why the questions or texts of a search are too few to promise the target, and how many it takes."""
     documents, answered = result.documents, result.answered
     if result.kind == "loss":
         texts = "A single text" if documents == 1 else f"{documents} texts"
@@ -131,7 +136,9 @@ def _doubt(result: TuneResult) -> str:
 
 
 def weakness(result: TuneResult) -> str | None:
-    """Return a note if the full cache answers too few questions for the table to say much; else ``None``."""
+    """Return a note if the full cache answers less than `ABLE_PERCENT` % of the questions, so that the table says
+    little; else ``None``.
+    """
     if result.kind == "loss" or 100 * result.answered >= ABLE_PERCENT * result.asked:
         return None
     return (
@@ -141,7 +148,7 @@ def weakness(result: TuneResult) -> str | None:
 
 
 def failure(result: TuneResult) -> str:
-    """Return the error about a target that no budget reaches."""
+    """Return the text of the error that no budget reaches the target, with the best confirmed candidate."""
     best = result.found.best
     found = result.found.confirmed[best]
     confidence = " with 95 % confidence" if result.promises else ""
@@ -153,7 +160,9 @@ def failure(result: TuneResult) -> str:
 
 
 def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
-    """Return a plot of the kept quality over the memory."""
+    """Return a plot of the kept quality over the memory of a row: a line for each policy that was measured, and the
+    target.
+    """
     series = [
         _series(name, [candidate for candidate in ladder if candidate in result.searched], result, full_bytes)
         for ladder in result.ladders
@@ -202,7 +211,10 @@ def config(found: SearchResult, model: str | None) -> Config:
 
 
 def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | int | float]:
-    """Return how the settings were found, for the table of notes in the file."""
+    """Return how the chosen settings were found, for the table of notes in ``kvkeep.toml``: case, shares and bytes.
+
+    A candidate must have been chosen.
+    """
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -218,7 +230,7 @@ def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | in
 
 
 def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
-    """Return all numbers as plain data, for programs."""
+    """Return all numbers of a search as plain data, for programs; a number that is not known is NaN."""
     chosen = result.found.chosen
     return {
         "target": result.target,
@@ -234,7 +246,7 @@ def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
 
 
 def _plain(one: Candidate, found: KeptQuality, full_bytes: int) -> dict[str, Any]:
-    """Return a candidate and its quality for JSON."""
+    """Return a candidate, with the options that it names, and its quality as plain data; shares may be NaN."""
     return {
         "policy": one.arm.policy,
         **{name: value for name, value in asdict(one.arm.setup).items() if value is not None},

@@ -107,13 +107,14 @@ class TuneRecords(RowFolder):
         """Compare a run with the run that the folder already holds, if it holds measurements.
 
         Args:
-            manifest: values of `SETTINGS`; some may be missing.
+            manifest: values of `SETTINGS`; those that are missing are not compared.
 
         Returns:
             The manifest, unchanged.
 
         Raises:
-            InputError: the folder holds results of another run, or a damaged ``run.json``.
+            InputError: the folder holds measurements of another run, or its ``run.json`` is damaged or of no search; or
+                that is missing, and there are files that a search would overwrite.
         """
         path = self.path / MANIFEST
         found = read_object(path, _REMEDY)
@@ -204,7 +205,9 @@ class SearchResult:
 def search(
     ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float, *, promises: bool = True
 ) -> SearchResult:
-    """Return the result of a search for the candidate with the smallest memory that keeps the target share.
+    """Search for the candidate with the smallest memory that keeps the target share, and return the result.
+
+    All measurements come from ``study``; only those that the search needs are made.
 
     Args:
         ladders: the candidates of each arm, the smallest memory first.
@@ -238,7 +241,9 @@ _Reaches = Callable[[Candidate], bool]
 
 
 def _by_share(study: Study, documents: int, target: float) -> _Reaches:
-    """Return a function that tells whether a candidate's share on the first documents reaches the target."""
+    """Return a function that tells whether a candidate's measured share, whatever its interval, reaches the target on
+    the first ``documents`` documents.
+    """
 
     def reaches(candidate: Candidate) -> bool:
         return kept(study.tallies(candidate, 0, documents), study.kind).share >= target
@@ -247,8 +252,8 @@ def _by_share(study: Study, documents: int, target: float) -> _Reaches:
 
 
 def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """Return the first step of a ladder that reaches the target, found by bisection; ``place``, the end, if none
-    does.
+    """Return the index of a ladder's first step that reaches the target, found by bisection among those before
+    ``place``; ``place`` if none does.
     """
     low, high = 0, place
     while low < high:
@@ -258,8 +263,8 @@ def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """Return the first step of a ladder that reaches the target, found step by step from a guess; the ladder's
-    length if none does.
+    """Return the index of a ladder's first step that reaches the target, found step by step from the guess ``place``,
+    down if it reaches it and up if not; the ladder's length if no step from there on does.
     """
     if place < len(ladder) and reaches(ladder[place]):
         while place > 0 and reaches(ladder[place - 1]):
@@ -271,9 +276,10 @@ def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _best(arms: list[Ladder], places: list[int], n: int) -> tuple[list[Ladder], list[int]]:
-    """Return the ``n`` arms that need the least memory, with their places.
+    """Return the ``n`` arms that need the least memory at their places, the least first, and these places.
 
-    Arms that do not reach the target, with the place behind their last step, come last.
+    A place is the index of the step of an arm's ladder that reaches the target. Arms that do not reach it, with the
+    place behind their last step, come last.
     """
 
     def memory(pair: tuple[Ladder, int]) -> tuple[bool, int]:
@@ -305,15 +311,18 @@ class Confirmation:
         self.seen: dict[Candidate, KeptQuality] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
-        """Return whether a candidate passes. It is measured on the first call only."""
+        """Return whether a candidate passes: whether the lower end of its interval, or without promises its share, is
+        at least the target. It is measured on the first call only.
+        """
         if candidate not in self.seen:
             self.seen[candidate] = self._measure(candidate)
         quality = self.seen[candidate]
         return quality.passes(self._target) if self._promises else quality.share >= self._target
 
     def _measure(self, candidate: Candidate) -> KeptQuality:
-        """Return a candidate's quality on the documents of the confirmation; fewer of them if it cannot pass any
-        more.
+        """Return a candidate's quality on the documents of the confirmation.
+
+        After each quarter of them it is given up if it could not pass any more; its quality is then that so far.
         """
         first, last = self._span
         found: list[Tally] = []
@@ -330,10 +339,10 @@ class Confirmation:
 
 
 def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) -> Candidate | None:
-    """Return the last candidate that passes on the way down from just above the guess; ``None`` if the largest
-    fails.
+    """Return the last candidate that passes on the way down a ladder from just above the guess ``place``; ``None`` if
+    the largest one fails.
 
-    Where the first step fails, the way begins higher, twice as far each time.
+    Where the first step of the way fails, it begins higher, each time twice as far up as before.
     """
     last = len(ladder) - 1
     # the guess was made by the measured share, and the interval's lower end, by which candidates pass, is below it
@@ -440,8 +449,9 @@ class CachedMeasure:
         return self._outcomes(FULL, self._measure.room, first, last)
 
     def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
-        """Return a candidate's outcomes for the documents ``first`` to ``last - 1``; known ones come from the folder,
-        others are measured and stored block by block.
+        """Return an arm's outcomes at a budget for the documents ``first`` to ``last - 1``, in order.
+
+        Known ones come from the folder; others are measured and stored there block by block.
         """
         known = self._records.outcomes
         start = first
@@ -459,12 +469,15 @@ class CachedMeasure:
 
 
 def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
-    """Return the documents of the rounds and of the confirmation.
+    """Return which documents each round and the confirmation use.
+
+    The confirmation has documents of its own, if there are enough for them to show the target. Else the same ones
+    choose and confirm.
 
     Args:
         measure: the documents.
         target: the share to show.
-        limits: how many there may be.
+        limits: how many there may be, and whether others may confirm than choose.
     """
     if measure.kind == "loss":
         return _windows(measure.count or 0, limits)
@@ -487,11 +500,13 @@ def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
 
 
 def _windows(count: int, limits: Limits) -> Sizes:
-    """Return how many windows the rounds and the confirmation take: others for each if there are enough, else the
-    same.
+    """Return which of ``count`` windows each round and the confirmation use.
+
+    The confirmation has windows of its own if at least `LEAST_WINDOWS` are left for it. Else the same ones choose and
+    confirm.
     """
     limit = limits.given or limits.windows
-    searched = min(_SEARCHED_WINDOWS, count // 3)
+    searched = min(_SEARCHED_WINDOWS, count // 3)  # a third, as in `sizes_of`
     if count - searched < LEAST_WINDOWS or not limits.apart:
         return _together(min(count, limit))
     return _split(searched, min(count, searched + limit))
@@ -551,7 +566,16 @@ def tune(
     limits: Limits = LIMITS,
     on_block: OnBlock = lambda progress: None,
 ) -> TuneResult:
-    """Measure, search and confirm, and return the result. The folder has to be open for more rows.
+    """Measure the full cache, search and confirm, and return the result. The folder has to be open for more rows.
+
+    Args:
+        measure: runs candidates on documents.
+        ladders: the candidates of each arm, the smallest memory first.
+        writer: the model.
+        records: the folder: what it has is not measured again, and what is measured is written there.
+        target: the share of the full cache's quality to keep.
+        limits: how many documents may be used.
+        on_block: called before each block of documents that is measured.
 
     Raises:
         InputError: the full cache answers no question, or a row cannot be written.
@@ -582,7 +606,7 @@ def _expected(ladders: Sequence[Ladder], sizes: Sizes) -> int:
     lengths = [len(ladder) for ladder in ladders if ladder]
     first, last = sizes.confirm
     documents = max(sizes.rounds[-1], last)  # of the full cache
-    documents += sum(length.bit_length() for length in lengths) * sizes.rounds[0]
+    documents += sum(length.bit_length() for length in lengths) * sizes.rounds[0]  # the steps of a bisection
     arms, known = len(lengths), sizes.rounds[0]
     for more in sizes.rounds[1:]:
         arms = max(min(arms, FINALISTS), -(-arms // 2))
@@ -599,7 +623,10 @@ def _asked(outcomes: Sequence[Outcome]) -> int:
 def _all(
     study: CachedMeasure, records: TuneRecords, measure: Measure, ladders: Sequence[Ladder]
 ) -> dict[Candidate, KeptQuality]:
-    """Return the quality of every measured candidate, on all documents that it was measured on."""
+    """Return candidate → quality, of every candidate of the ladders that the folder has measurements of.
+
+    It is that on all documents on which both the candidate and the full cache were measured, also by earlier searches.
+    """
     found = {}
     for candidate in (step for ladder in ladders for step in ladder):
         units = [
