@@ -72,6 +72,7 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine, name: str, sessions: OpenSessions) -> None:
+        """Make a registry of Prometheus with all counters, histograms and gauges of one server, and of its process."""
         self._engine, self._name, self._sessions = engine, name, sessions
         # its own, since in the process's registry two servers of one process could not have the same names
         self._registry = CollectorRegistry(auto_describe=False)

@@ -268,7 +268,8 @@ class Router:
         answer 30 s after the time-out of requests, end an answer that has begun with an error.
 
         Raises:
-            RefusalError: the replica died or hangs, and nothing of the answer was sent.
+            RefusalError: the replica died or hangs, and nothing of the answer was sent; or no replica takes the
+                request.
         """
         limit = self._settings.request_timeout_s + _LATE_S
         try:
@@ -340,7 +341,8 @@ class Router:
 
     async def _place(self, owner: str, wish: PlacementRequest) -> str:
         """Return the replica for a request: the one that holds the session or answer that it continues or asks about;
-        if none does, or it names none, one that `Places.choose` chooses. It is remembered as the holder.
+        if none does, or it names none, one that `Places.choose` chooses, which is then remembered as the holder of what
+        the request names.
 
         Raises:
             RefusalError: no replica takes requests.

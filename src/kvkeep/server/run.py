@@ -158,6 +158,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, place: ServerAddress, started: Callable[[], object] = lambda: None) -> None:
+        """Configure uvicorn for an application and an address; it does not listen yet."""
         # uvicorn takes a class and makes a protocol for each connection, so the time-out is a class's attribute
         protocol = type("Http", (_Http,), {"timeout_s": place.read_timeout_s})
         config = uvicorn.Config(

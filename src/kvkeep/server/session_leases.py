@@ -86,6 +86,9 @@ class SharedFolder:
     shared = True
 
     def __init__(self, root: Path, own: str) -> None:
+        """Make this server's folder in the shared one and lock its name, keep out engines that would use the shared
+        folder alone, and take over the conversations of servers that have ended.
+        """
         self._root, self.own = root, root / own
         self._held: set[str] = set()
         if sys.platform == "win32":

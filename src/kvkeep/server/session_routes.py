@@ -83,7 +83,7 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
     async def drop(self, request: Request) -> Response:
-        """Let tokens of a session leave its memory, and answer with its description.
+        """Let messages or spans of tokens of a session leave its memory, and answer with its description.
 
         Raises:
             RefusalError: neither messages nor spans are given, or the session refuses.

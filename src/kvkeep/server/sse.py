@@ -185,8 +185,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, send: Send) -> None:
-        """Send a comment whenever no chunk comes for ``ping_s``. Return when the client has not taken a piece within
-        ``write_s``.
+        """Send a comment to the client whenever no chunk has come for ``ping_s`` seconds. Return, and by that end the
+        answer, when the client has not taken a piece within ``write_s`` seconds.
         """
         while True:
             await asyncio.sleep(min(self._ping_s, self._write_s) / _LOOKS)
