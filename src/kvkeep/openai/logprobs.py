@@ -119,8 +119,8 @@ def _entry(text: str, raw: bytes | None, value: float) -> dict[str, Any]:
 
 
 def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> dict[str, Any]:
-    """Return ``logprobs`` of a completion: texts, log-probabilities, likeliest tokens (text → log-probability) and
-    first characters of the tokens, as four lists with an entry for each token.
+    """Return ``logprobs`` of a completion, four lists with an entry for each token: its text, its log-probability, the
+    likeliest tokens in its place (text → log-probability), and the character of the text at which it begins.
 
     Args:
         tokens: the tokens.
