@@ -40,7 +40,12 @@ _FIELDS = ("custom_id", "method", "url", "body")
 
 
 def is_batch_line(fields: Mapping[str, Any]) -> bool:
-    """Return whether the fields of a line are a request in OpenAI's format, perhaps a faulty one."""
+    """Return whether an input line is meant as a request in OpenAI's format, which may still be faulty; otherwise it is
+    one in kvkeep's own.
+
+    With a ``prompt`` or ``messages`` beside it is one only if it has ``custom_id``, ``url`` and ``body``. Without them
+    a ``body`` that is an object is enough, or ``custom_id`` with ``url`` or ``method``.
+    """
     # a line with a prompt is kvkeep's own, whose other fields may have any name, unless it has all of OpenAI's
     if "prompt" in fields or "messages" in fields:
         return {"custom_id", "url", "body"} <= fields.keys()
@@ -54,10 +59,11 @@ def custom_id_of(fields: Mapping[str, Any]) -> str | None:
 
 
 def read_openai_line(fields: Mapping[str, Any]) -> ParsedBody:
-    """Read the request of a line in OpenAI's format.
+    """Check the four fields of a line in OpenAI's format, and return its ``body`` as `kvkeep.openai.requests.read`
+    reads it.
 
     Raises:
-        InputError: a field is missing, unknown or wrong, or see `kvkeep.openai.requests.read`.
+        InputError: a field is missing, unknown or wrong, also one of the body.
     """
     if missing := [name for name in _FIELDS if fields.get(name) is None]:
         raise InputError(f"it is in OpenAI's format and has no {missing[0]}; there must be {', '.join(_FIELDS)}")
@@ -77,7 +83,7 @@ def line(
     number: int, digest: str, custom_id: str | None, body: Mapping[str, Any], *, status: int = 200
 ) -> dict[str, Any]:
     """Build a line of a job's output in OpenAI's format, for an answer or an error: ``body`` and ``status`` under
-    ``response``, and a null ``error``.
+    ``response``, and ``error`` always ``None``. The number and the fingerprint are in its ``id``.
 
     Args:
         number: the number of the input's line.
@@ -109,7 +115,9 @@ def error_line(
 
 
 def is_error_line(fields: Mapping[str, Any]) -> bool:
-    """Return whether the fields are those of a line that `error_line` made, with a status of 400 or 500."""
+    """Return whether the fields are those of a line in a batch's error file, as `error_line` makes it: the four keys,
+    an ``id`` of an input line, and a status of 400 or 500.
+    """
     if fields.keys() != {"id", "custom_id", "response", "error"} or origin(fields) is None:
         return False
     return isinstance(fields["response"], dict) and fields["response"].get("status_code") in (400, 500)
@@ -157,12 +165,12 @@ def request_of(
     *,
     chat: bool = False,
 ) -> Request:
-    """Build the request of an input line, after a check of its options.
+    """Build the request of an input line for the engine, after a check of its options.
 
     Random tokens are drawn by the line's own seed, else by the job's seed and the line's number.
 
     Args:
-        number: the line's number in the file.
+        number: the line's number in the file, from 1.
         prompt: token ids.
         options: the line's own options.
         defaults: sampling options, where the line has none of its own; their seed is the job's.
@@ -195,10 +203,11 @@ def request_of(
 
 
 def _token(name: object) -> int:
-    """Return the token id that a key of ``logit_bias`` names. Keys of JSON are strings.
+    """Return the token id that a key of ``logit_bias`` names. Keys of JSON are strings. A number of more than 20 digits
+    is cut, and is out of any range all the same.
 
     Raises:
-        InputError: the string is no token id.
+        InputError: the key has other characters than digits.
     """
     if not str(name).isdecimal() or not str(name).isascii():
         raise InputError(f'its option "logit_bias" has {str(name)[:_SHOWN]!r} in place of a token id')
@@ -206,13 +215,14 @@ def _token(name: object) -> int:
 
 
 def check_place(fields: Mapping[str, object]) -> None:
-    """Refuse names of options among a line's other fields, where they would have no effect.
+    """Refuse a line in kvkeep's own format that has an option, such as ``temperature``, as a field and not inside
+    ``options``, where alone it has an effect.
 
     Args:
-        fields: the fields of a line but its prompt and its options.
+        fields: the fields of the line without its prompt and its options.
 
     Raises:
-        InputError: a field has the name of an option.
+        InputError: a field has the name of an option, or another tool's name for one, such as ``max_tokens``.
     """
     found = {name: value for name, value in fields.items() if name in _TYPES or name in _ALIASES}
     if not found:
@@ -228,15 +238,16 @@ def check_place(fields: Mapping[str, object]) -> None:
 
 
 def _short(value: object) -> object:
-    """Return a value as an error message shows it; "…" if the value is long."""
+    """Return a value unchanged if its JSON has at most 60 characters; else "…", to be shown in an error message."""
     return value if len(json.dumps(value)) <= _SHOWN else "…"
 
 
 def _check(name: str, value: object) -> None:
-    """Check that an option is known and has the right type.
+    """Check that an option of a line is known and has the right type, and that a whole number is below 2**63. Other
+    ranges are not checked here.
 
     Raises:
-        InputError: the option is unknown, has another type, or is too large.
+        InputError: a check fails.
     """
     if name not in _TYPES:
         raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
@@ -251,8 +262,12 @@ class Encode(Protocol):
     """Turns a prompt, a list of messages or token ids into token ids that the model has."""
 
     def __call__(self, prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
-        """Encode; with ``raw`` a text is taken without the chat template. ``template`` are further arguments of
-        `kvkeep.models.tokenization.encode_chat` or `encode`.
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: a text, which goes through the chat template; messages; or token ids, which are only checked.
+            raw: take a text without the chat template.
+            template: further arguments of `kvkeep.models.tokenization.encode_chat` or, for a text, `encode`.
 
         Raises:
             KVKeepError: the text cannot be encoded, or the model has no such token.
@@ -294,7 +309,7 @@ class InputLine:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Return all requests of the line."""
+        """Return all requests of the line, in order: one for each choice in its answer."""
         return (self.request, *self.others)
 
     @property
@@ -321,10 +336,11 @@ class BadLine:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a job with their numbers, from 1. Empty lines are counted, but left out.
+    """Yield the number, from 1, and the bytes, with the line break, of each line of a job's input file. Lines of white
+    space alone are counted, but left out.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be opened or read, raised at the first line or between two.
     """
     try:
         with path.open("rb") as file:
@@ -346,17 +362,18 @@ def parse(
     reads: Callable[[str], bool] = lambda variable: True,
     max_model_len: int | None = None,
 ) -> InputLine | BadLine:
-    """Return an input line with its requests, or a `BadLine` with the reason why it cannot be run.
+    """Parse a line of a job's input, in either format, into its requests, with prompts as token ids; or return a
+    `BadLine` with the reason why it cannot be run.
 
     Never raise for a bad line.
 
     Args:
-        number: the line's number in the file.
-        raw: the line.
+        number: the line's number in the file, from 1.
+        raw: the line, as UTF-8.
         encode: turns a prompt or a list of messages into token ids.
         defaults: sampling options, where the line has none of its own.
         pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
-        raws: whether prompts in kvkeep's own format are taken without the chat template.
+        raws: whether ``encode`` takes texts of lines in kvkeep's own format without the chat template.
         reads: tells whether the chat template reads a variable; others are named in the answer.
         max_model_len: the most tokens of a prompt and its answer, for ``"truncate_prompt_tokens": -1``; ``None``: no
             limit.
@@ -388,9 +405,9 @@ def parse(
 
 
 def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine | BadLine:
-    """Return a line whose requests continue a snapshot, without changing the given one; a `BadLine` is returned itself.
+    """Return a copy of a line whose requests all continue a snapshot; a `BadLine` is returned itself.
 
-    Requests that name no policy of their own get ``policy``.
+    Requests that name no policy of their own get ``policy``, not the snapshot's.
     """
     if isinstance(line, BadLine):
         return line
@@ -402,14 +419,15 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
 
 
 def with_adapter(line: InputLine | BadLine, base: str, adapters: Sequence[str]) -> InputLine | BadLine:
-    """Return a line whose requests run with the adapter that its model names; a `BadLine` is returned itself.
+    """Return a copy of a line whose requests run with the adapter that its model names; the line itself if it is a
+    `BadLine`, gets no adapter, or the job has none.
 
-    The line's model is ``base:NAME``. A line that names ``base`` gets no adapter. A line that names no model, or one
-    that is neither, gets the adapter if the job has just one, and otherwise none. A line whose model ends with a colon
-    and an unknown adapter becomes a `BadLine`.
+    The line's model is ``base:NAME``; what stands before the last colon is not compared. A line that names ``base``
+    gets no adapter. A line that names no model, or one without a colon, gets the adapter if the job has just one, and
+    otherwise none. A line whose model ends with a colon and an unknown adapter becomes a `BadLine`.
 
     Args:
-        line: the line.
+        line: the line; its model is the field ``model``, in OpenAI's format that of its body.
         base: the name of the job's model, which asks for no adapter.
         adapters: the names of its adapters.
     """
@@ -441,10 +459,12 @@ def _own_line(
     pinned: Pinned,
     raws: bool,
 ) -> InputLine:
-    """Parse a line in kvkeep's own format. Its prompt and options are removed from ``fields``.
+    """Return a line in kvkeep's own format with its request. Its prompt and options are removed from ``fields``; the
+    rest is what the output line copies.
 
     Raises:
-        InputError: a field or an option is wrong.
+        KVKeepError: a field or an option is wrong, or the prompt cannot be encoded.
+        UnicodeEncodeError: a text has half of a character.
     """
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
     if COMPLETION in fields:
@@ -467,12 +487,13 @@ def _batch_line(
     reads: Callable[[str], bool],
     max_model_len: int | None,
 ) -> InputLine:
-    """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
+    """Return a line in OpenAI's format with its requests: ``n`` for each prompt. Of its fields, only ``custom_id`` is
+    kept.
 
-    The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
+    The first request draws random tokens as that of a line in kvkeep's format does, and each other one in its own way.
 
     Raises:
-        InputError: a field or a parameter is wrong.
+        KVKeepError: a field or a parameter is wrong, or a prompt cannot be encoded.
     """
     asked = read_openai_line(fields)
     asked = dataclasses.replace(asked, ignored=(*asked.ignored, *asked.unread(reads)))
@@ -511,21 +532,24 @@ def _batch_line(
 
 
 def digest(raw: bytes) -> str:
-    """Return a fingerprint of a line. White space around the line, such as its line break, has no effect."""
+    """Return a fingerprint of an input line: 32 hexadecimal digits of a hash of its bytes without the white space
+    around them, such as its line break.
+    """
     return hashlib.sha256(raw.strip()).hexdigest()[:32]
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's message without its final period, cut to a readable length, as part of a sentence."""
+    """Return an error's message without its final period, cut to 300 characters, to stand within a sentence."""
     text = str(error).rstrip(".")
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
 
 
 def _prompt(fields: dict[str, Any]) -> str | list[dict[str, Any]]:
-    """Remove the prompt or the messages from a line's fields, and return them.
+    """Remove ``prompt`` and ``messages`` from a line's fields, and return the one that it has.
 
     Raises:
-        InputError: the line has both of them or neither, or one has another form.
+        InputError: the line has both or neither (``null`` counts as neither), or the one has another form.
+        UnicodeEncodeError: a text has half of a character.
     """
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):

@@ -35,14 +35,14 @@ _WRITTEN_HERE = re.compile(
 def record(
     line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """Build the output line for an input line: in OpenAI's format if the input line is, else the line's own fields and
-    the completion.
+    """Build the output line for an input line, as its fields: in OpenAI's format if the input line is, else the
+    completion and the line's own fields.
 
     Args:
         line: the line of the input.
-        results: the results of its requests.
-        made_by: the settings of the job.
-        texts: decodes tokens, for log-probabilities in OpenAI's format.
+        results: the results of its requests, in their order.
+        made_by: the settings of the job, which a later run compares with its own.
+        texts: decodes tokens, for log-probabilities in OpenAI's format; ``None``: these are left out.
     """
     if line.asked is not None:
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
@@ -61,7 +61,12 @@ def record(
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:
-    """Encode fields as a line of strict JSON in UTF-8. Text that UTF-8 cannot hold (half a character) is escaped."""
+    """Encode fields as a line of strict JSON in UTF-8, with its line break. If a text has half of a character, which
+    UTF-8 cannot hold, all characters beyond ASCII are escaped.
+
+    Raises:
+        ValueError: a number is no number of JSON, such as an infinity.
+    """
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -69,15 +74,15 @@ def as_line(fields: Mapping[str, Any]) -> bytes:
 
 
 def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
-    """Return what an output line of an earlier run names: the input line's number and fingerprint, and the job's
-    settings, with format 1 where they name none.
+    """Parse an output line of an earlier run, and return its input line's number and fingerprint, and the settings of
+    the job that wrote it, with ``"format": 1`` if they have no format.
 
     Args:
         raw: the output line.
         name: the output's name, for errors.
 
     Raises:
-        InputError: the line is no completion.
+        InputError: no job has written the line.
     """
     try:
         fields = json.loads(raw)
@@ -93,7 +98,8 @@ def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int]) -> bool:
-    """Return whether a line that was cut short was written by this job, as far as its beginning shows.
+    """Return whether an output line that was cut short may be a job's: whether it has the whole beginning that all jobs
+    write, or is itself the beginning of a line that answers one of this input's lines.
 
     Args:
         torn: the line, not empty.
@@ -107,7 +113,9 @@ def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int
 
 
 def _completion(result: Result) -> dict[str, Any]:
-    """Return the ``completion`` of an output line."""
+    """Return what the ``completion`` of an output line in kvkeep's format tells of a result: its text, why it ended,
+    counts of tokens, times, the memory's losses, and log-probabilities if it has some.
+    """
     found = {
         "text": result.text,
         "finish_reason": result.finish_reason,
@@ -124,7 +132,9 @@ def _completion(result: Result) -> dict[str, Any]:
 
 
 def _kept(result: Result) -> dict[str, Any]:
-    """Return a request's budget and lost mass as plain data, with ``guarded`` if it had a guard."""
+    """Return a request's budget and the shares of attention that it lost (``lost_mass``) as plain data, and ``guarded``
+    unless that is ``None``: whether the prompt's cut lost at most the guard.
+    """
     found = {"budget": result.budget, "lost_mass": dataclasses.asdict(result.lost_mass)}
     return found if result.guarded is None else {**found, "guarded": result.guarded}
 
@@ -158,7 +168,7 @@ class OutputFile:
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
-        """Begin without any completion; `open` reads those of an earlier run."""
+        """Take an open file without reading it: no completions are known. `open` reads those of an earlier run."""
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}
@@ -171,11 +181,11 @@ class OutputFile:
 
     @classmethod
     def open(cls, path: Path) -> OutputFile:
-        """Open and lock a file, and read the completions of an earlier run from it. A pipe or a device has none.
+        """Open a job's output file, which is made if it is missing, lock it until it is closed, and read which lines an
+        earlier run has completed. Nothing in it changes yet. A pipe or a device is neither locked nor read.
 
         Raises:
-            InputError: the file cannot be read or written, another job is writing to the file, or the file holds
-                something else.
+            InputError: the file cannot be read or written, another job is writing to it, or it holds something else.
         """
         try:
             to_file = path.is_file() or not path.exists()
@@ -185,7 +195,7 @@ class OutputFile:
         output = cls(file, str(path), path if to_file else None)
         try:
             if to_file:
-                result_files.Lock(file, str(path))
+                result_files.Lock(file, str(path))  # held until the file is closed
                 file.seek(0)
                 output._take_up(file)
         except OSError as error:
@@ -197,7 +207,9 @@ class OutputFile:
         return output
 
     def _take_up(self, file: IO[bytes]) -> None:
-        """Read the completions of an earlier run, and remember a last line that was cut short.
+        """Read a file from where it stands to its end, and note in ``done`` and ``made_by`` which lines have
+        completions, and with which settings. A last line without a line break is remembered as cut short, and not
+        parsed.
 
         Raises:
             InputError: a line is no completion, or lines are of different jobs.
@@ -218,9 +230,11 @@ class OutputFile:
             self.made_by = made_by
 
     def agree(self, made_by: Mapping[str, Any]) -> None:
-        """Set the settings that are written with each completion, and compare them with those in the file.
+        """Set this job's settings, which are written with each completion, after they are compared with those of the
+        completions in the file, if it has some.
 
-        The weights' fingerprint and layout may be missing at first; then this is called again with them.
+        The weights' fingerprint and layout may be missing at first; then this is called again with them. A fingerprint
+        that one side lacks, and the layout, are not compared.
 
         Raises:
             InputError: the file was written with other settings.
@@ -234,7 +248,9 @@ class OutputFile:
 
     @property
     def weight_layout(self) -> tuple[bool, bool] | None:
-        """Return the weight layout that the file names, see `kvkeep.models.prepare.chosen`; ``None`` if unknown."""
+        """Return how the weights were laid out in the run that wrote the file's completions, as
+        `kvkeep.models.prepare.chosen` returns it; ``None`` if the file has no completions or does not name it.
+        """
         said = self.made_by.get(LAYOUT)  # of any type: the file may have been edited
         if isinstance(said, list | tuple) and [type(flag) for flag in said] == [bool, bool]:
             return said[0], said[1]
@@ -242,11 +258,14 @@ class OutputFile:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """Return the settings that are written with each completion."""
+        """Return this job's settings, as `agree` got them last, with the format; they are written with each
+        completion.
+        """
         return self._own
 
     def check(self, digests: Mapping[int, str], batch_lines: Collection[int] = ()) -> None:
-        """Check that the completions in the file belong to an input; nothing is changed.
+        """Check that the completions of an earlier run in the file, and an end that was cut short, belong to an input,
+        so that the job can go on after them. Nothing is changed.
 
         Args:
             digests: line number → fingerprint, of the input's lines that can be run.
@@ -276,7 +295,11 @@ class OutputFile:
             )
 
     def write(self, line: InputLine, *results: Result) -> None:
-        """Write the completion of a line, or its answer with the results of all its requests.
+        """Write the output line of an input line, and count it as done.
+
+        Args:
+            line: the input line.
+            *results: the results of all its requests, in their order.
 
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
@@ -284,7 +307,13 @@ class OutputFile:
         self.put(line.number, line.digest, as_line(record(line, results, self._own, self.texts)))
 
     def put(self, number: int, digest: str, whole: bytes) -> None:
-        """Write a finished output line for a line of the input, such as one that a worker has made.
+        """Write a finished output line, such as one that a worker has made, and count its input line as done. A last
+        line that an earlier run left cut short is removed first.
+
+        Args:
+            number: the number of the input line.
+            digest: its fingerprint.
+            whole: the output line, with its line break.
 
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
@@ -299,9 +328,11 @@ class OutputFile:
         self.done[number] = digest
 
     def finish(self) -> set[int]:
-        """Sync the file, and return the numbers of this job's lines that are in it when it is read again.
+        """Sync the file, read it again, and return the numbers of the input lines whose completions are in it, those of
+        earlier runs included.
 
-        A line that cannot be read back does not count. A stream cannot be read again: all of its lines count.
+        A line that cannot be read back does not count, nor do those behind it. A stream cannot be read again: all lines
+        that were written to it count.
 
         Raises:
             InputError: the file cannot be written, or another program has changed its end.
@@ -312,17 +343,18 @@ class OutputFile:
             if self._path is None:
                 return set(self.done)
             self._sync()
-        found = OutputFile(self._file, self.name)
+        found = OutputFile(self._file, self.name)  # only to parse: this one's `done` must stay
         # lines that cannot be read back are not there
         with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
             found._take_up(file)  # a read that breaks off leaves the lines before it in `done`
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
 
     def _cut(self) -> None:
-        """Remove a last line that was cut short, if there is one; its input line is run again.
+        """Remove from the file a last line that was cut short when it was opened, if there was one and nothing has
+        changed it since. Its input line counts as not done.
 
         Raises:
-            InputError: the end of the file has changed since it was opened.
+            InputError: the end of the file has changed since it was opened; nothing is removed.
         """
         if self._torn:
             self._file.seek(self._torn_at)
@@ -335,13 +367,15 @@ class OutputFile:
             self._torn = b""
 
     def _sync(self) -> None:
-        """Wait until the lines so far are on the disk, and note the time."""
+        """Wait until all that was written so far is on the disk, and note the time, from which `put` counts."""
         result_files.sync(self._file)
         self._synced = time.monotonic()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise an `InputError` in place of a failed write. A broken pipe is raised as it is."""
+        """Turn an `OSError` that the body raises, such as a full disk, into an `InputError`; but raise a broken pipe as
+        it is.
+        """
         try:
             yield
         except BrokenPipeError:  # whoever read the output wants no more; the command ends without a word
@@ -361,7 +395,9 @@ class OutputFile:
 
 
 def _remedy(path: Path) -> str:
-    """Return advice for the user about an output file that cannot be opened."""
+    """Return a sentence that advises the user whose output file cannot be opened: the path is a folder, its folder is
+    missing, or something else.
+    """
     if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         return "Give the name of a file in that folder."
     folder = path.parent
@@ -371,9 +407,10 @@ def _remedy(path: Path) -> str:
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Describe how two jobs' settings differ, in one text for each; ``None`` if they agree.
+    """Return two texts, such as ``"budget=64"`` and ``"budget=128"``, with the settings in which two jobs differ;
+    ``None`` if they agree.
 
-    Weights are compared only if both jobs know theirs, and the layout of weights never is.
+    The weights' fingerprint is compared only if both jobs know theirs, and the layout of weights never is.
     """
     # a job goes on with the layout that its output names, whatever this machine would choose
     known = {*one, *other} - {LAYOUT}
@@ -390,6 +427,6 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str,
 
 
 def _shown(value: object) -> str:
-    """Return a setting as JSON text for an error message, cut to a readable length."""
+    """Return a setting as JSON text for an error message, cut to 200 characters, with "…" behind what was cut."""
     found = json.dumps(value)
     return found if len(found) <= SHOWN else f"{found[:SHOWN]}…"

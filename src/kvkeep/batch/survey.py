@@ -53,9 +53,9 @@ class Pace:
     """
 
     def __init__(self, work: TokenCounts, now: float) -> None:
-        """Begin to count at the present time."""
+        """Begin to count at the time ``now``, with all requests waiting."""
         self._prompts, self._waiting = work
-        self._begun = self._expected = 0
+        self._begun = self._expected = 0  # new tokens that requests which have begun may write, and presumably will
         self._read = self._written = 0
         self._in_part = 0.0
         self._start = self._time = now
@@ -64,16 +64,22 @@ class Pace:
         self._reads_now = False
 
     def begin(self, work: TokenCounts) -> None:
-        """Count the new tokens of a request as begun: it leaves the queue, and may write all of them."""
+        """Note that a request has begun: it leaves the queue, and is expected to write all new tokens that it may.
+
+        Args:
+            work: its tokens.
+        """
         self._waiting -= work.new
         self._begun += work.new
         self._expected += work.new
 
     def read_in_part(self, tokens: float, now: float) -> None:
-        """Count prompt tokens that some layers have read, before the prompt is read to its end.
+        """Add prompt tokens that a part of the model's layers has read, while the step that reads the prompt still
+        runs; the time since the last call is for reading.
 
         Args:
-            tokens: a fraction of the tokens that these layers have read, as `kvkeep.models.load.watched` counts.
+            tokens: the tokens that these layers have read, times their share of all layers, as
+                `kvkeep.models.load.watched` counts.
             now: the present time.
         """
         self._in_part += tokens
@@ -81,11 +87,12 @@ class Pace:
         self._time, self._reads_now = now, True
 
     def step(self, read: int, written: int, now: float) -> None:
-        """Count the tokens of a step, and divide its time between reading and writing.
+        """Add the tokens of a step that has ended, and divide its time between reading prompts and writing: a step that
+        read counts for writing only as long as one that writes alone usually takes.
 
         Args:
             read: tokens of the prompts that have been read to their ends in this step.
-            written: new tokens.
+            written: new tokens of all requests.
             now: the present time.
         """
         # what a step takes that only writes
@@ -102,7 +109,7 @@ class Pace:
         self._time, self._reads_now = now, False
 
     def end(self, work: TokenCounts, read: int, written: int) -> None:
-        """Correct the expected tokens by what an ended request did not use.
+        """Note that a request, which `begin` had, has ended: tokens that it did not read or write are expected no more.
 
         Args:
             work: the tokens that it could have taken.
@@ -114,12 +121,16 @@ class Pace:
 
     @property
     def done(self) -> float:
-        """Return how many tokens have been prefilled and generated so far."""
+        """Return how many tokens of prompts have been read and how many new ones written so far, in one sum. Prompts
+        that are read in part count in part.
+        """
         return float(min(self._read + self._in_part, self._prompts) + self._written)
 
     @property
     def total(self) -> float:
-        """Estimate how many tokens the whole job will prefill and generate; never less than `done`."""
+        """Estimate how many tokens the whole job reads and writes, in one sum: requests that wait are expected to write
+        the same share of what they may as those before them. It is never less than `done`.
+        """
         share = self._expected / self._begun if self._begun else 1.0
         return float(max(self.done, self._prompts + self._expected + share * self._waiting))
 
@@ -130,16 +141,20 @@ class Pace:
 
     @property
     def writing_rate(self) -> float:
-        """Return the new tokens per second since the beginning, the time for prompts included; 0 before the first."""
+        """Return the new tokens per second from the job's beginning to the last event, the time for prompts included; 0
+        before the first token.
+        """
         return self._written / max(1e-9, self._time - self._start)  # no division by 0
 
     @property
     def seconds_to_read(self) -> float:
-        """Estimate the seconds to prefill the remaining prompts."""
+        """Estimate the seconds to read the remaining prompts, at `reading_rate`; a huge number before any was read."""
         return self._to_read / max(1e-9, self.reading_rate)
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds until the job ends; ``None`` before there is a new token to measure."""
+        """Estimate the seconds until the job ends, from the tokens that are left and the times for reading and writing;
+        ``None`` before the first new token.
+        """
         if not self._written:
             return None
         if not self._writing_steps:  # steps that read and write cannot be told apart: by the share of all tokens
@@ -149,7 +164,7 @@ class Pace:
 
     @property
     def _to_read(self) -> float:
-        """Return the prompt tokens that have not been read yet."""
+        """Return how many tokens of the job's prompts have not been read yet, at least 0."""
         return max(0.0, self._prompts - self._read - self._in_part)
 
 
@@ -218,9 +233,11 @@ class Survey:
     _params: dict[int, str] = field(default_factory=dict)
 
     def add(self, line: InputLine | BadLine) -> BadLine | None:
-        """Add a line to the survey. Call this with the lines in the order of the input.
+        """Note a line of the input: as one that can be run, with its lengths, or as a bad one, with the reason. Call
+        this with all lines in the order of the input.
 
-        Return it as a `BadLine` if it cannot be run, or if an earlier line has its ``custom_id``; else ``None``.
+        Return the `BadLine` that was noted, which a good line becomes if an earlier one has its ``custom_id``; ``None``
+        for a line that can be run.
         """
         # the first line keeps the name, also if it cannot be run
         earlier = line.custom_id is not None and self._names.setdefault(_key(line.custom_id), line.number)
@@ -242,10 +259,11 @@ class Survey:
     def entries(
         self, lines: Iterable[tuple[int, bytes]], failed: Mapping[int, str], *, bad: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the file that lists lines without an answer.
+        """Yield the entries of the file that lists lines without an answer, in the order of the input: lines that
+        failed, and with ``bad`` those that cannot be run.
 
         Args:
-            lines: all lines, read once more.
+            lines: number and bytes of all lines of the input, read once more.
             failed: line number → reason, of lines that failed while they ran.
             bad: whether lines that cannot be run have entries as well.
         """
@@ -255,7 +273,8 @@ class Survey:
                 yield _entry(number, raw, reasons[number], self._params.get(number), failed=number in failed)
 
     def is_settled(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether the line of an earlier run's entry is in this input and can be run now.
+        """Return whether the line that an earlier run has listed as one without an answer is in this input and can be
+        run now, so that its entry is needed no more.
 
         A line in OpenAI's format is known by its ``custom_id`` alone. The text of a line in kvkeep's format must be
         unchanged, as the entry may be its only copy.
@@ -269,44 +288,49 @@ class Survey:
 
     @property
     def requests(self) -> int:
-        """Return the number of requests in all lines that can be run."""
+        """Return the number of requests, one for each choice, in all lines that can be run."""
         return sum(self._shapes[number].requests for number in self.digests)
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest line: its memory, prompt and new tokens together."""
+        """Return the most tokens that a request needs: those of the memory before it, its prompt and all new tokens
+        that it may write. Lines that were set aside count as well; 0 without lines.
+        """
         before = self.memory.seen if self.memory else 0
         return max((before + shape.prompt_tokens + shape.max_new_tokens for shape in self._known), default=0)
 
     @property
     def longest_line(self) -> int:
-        """Return the number of the first line that is as long as `longest`."""
+        """Return the number of the first line with a request as long as `longest`; there must be a line."""
         before = self.memory.seen if self.memory else 0
         lengths = ((n, before + shape.prompt_tokens + shape.max_new_tokens) for n, shape in self._shapes.items())
         return next(n for n, length in lengths if length == self.longest)
 
     def work(self, numbers: Iterable[int]) -> TokenCounts:
-        """Return the sums of the prompt tokens and of the new tokens of the given lines."""
+        """Return the prompt tokens and the new tokens, at most, of all requests of the lines with these numbers, as
+        sums.
+        """
         works = [self._shapes[number].work for number in numbers]
         return TokenCounts(sum(work.prompt for work in works), sum(work.new for work in works))
 
     @property
     def batch_lines(self) -> set[int]:
-        """Return the numbers of the lines in OpenAI's format."""
+        """Return the numbers of the lines in OpenAI's format, without those that could not be read."""
         return {number for number, shape in self._shapes.items() if shape.is_batch_line}
 
     @property
     def policies(self) -> set[str]:
-        """Return the policies that lines name. Lines without one are left out."""
+        """Return the policies that lines name in their options, as texts; not the job's own, by which all other lines
+        run.
+        """
         return {shape.policy for shape in self._known if shape.policy is not None}
 
     def check(self, judge: Judge, numbers: Sequence[int]) -> dict[int, str]:
-        """Return the lines that an engine refuses, line number → reason.
-
-        No line is read again.
+        """Ask whether an engine can run lines, and return those that it refuses: line number → reason. Nothing is
+        changed (see `set_aside`), and no line is read again.
 
         Args:
-            judge: says why the engine refuses requests of a shape; it is asked once for all shapes.
+            judge: says why the engine refuses requests of each shape; it is asked once, with all shapes.
             numbers: the lines that are checked.
         """
         shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
@@ -314,7 +338,11 @@ class Survey:
         return {number: reason for number in numbers if (reason := verdicts[self._shapes[number]])}
 
     def set_aside(self, found: dict[int, str]) -> None:
-        """Move lines, given with their reasons, from those that can be run to those that cannot."""
+        """Move lines from those that can be run to those that cannot.
+
+        Args:
+            found: line number → reason, as `check` returns it.
+        """
         self.bad |= found
         for number in found:
             del self.digests[number]
@@ -333,7 +361,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
         own |= {"structured_outputs": shape.structure, "adapter": shape.adapter}
         own |= {"keep_prompt": shape.keep_prompt}
-        # which tokens a prompt has was checked when its line was read
+        # zeros: which tokens a prompt has was checked when its line was read
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)
@@ -341,8 +369,8 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
 
 
 def _shape(line: InputLine) -> Shape:
-    """Return what planning has to know of a line: lengths, policy, budget and pins of its longest request, and its
-    work.
+    """Return what decides whether an engine accepts a line: length, policy, budget, pins and the like of the request
+    with the longest prompt, as all of them have the same options; and the number and tokens of all.
     """
     longest = max(line.requests, key=lambda request: len(request.prompt or ()))
     policy = longest.policy if isinstance(longest.policy, str) else None
@@ -355,13 +383,22 @@ def _shape(line: InputLine) -> Shape:
 
 
 def _key(custom_id: str) -> bytes:
-    """Return a short hash that stands for a ``custom_id`` of any length, so that a job holds 16 bytes for each."""
+    """Return a hash of 16 bytes by which a ``custom_id`` of any length is known, so that a job holds no long ones."""
     # half of a character is a name, too
     return hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
-    """Build the entry of a line without an answer: in OpenAI's format, or as its number, the reason and its text."""
+    """Build the entry of an input line for the file of lines without an answer: an error in OpenAI's format if the line
+    is in that, else its number (``line``), the ``reason`` and its ``text``.
+
+    Args:
+        number: the line's number.
+        raw: the line.
+        reason: why there is no answer.
+        param: the parameter that is wrong; ``None`` if none is known.
+        failed: whether the line was run and failed; otherwise it could not be run.
+    """
     with suppress(ValueError, RecursionError, KVKeepError):  # a line that cannot be read has the other kind of entry
         if batch_input.is_batch_line(fields := decoded(raw)):
             name = batch_input.custom_id_of(fields)
@@ -371,7 +408,11 @@ def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: b
 
 
 def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of lines without an answer, in place of the file of an earlier job.
+    """Write the file of lines without an answer whole, in place of that of an earlier job, if there is one.
+
+    Args:
+        path: the file.
+        found: its entries, one at least: an empty file would be taken for another program's later.
 
     Raises:
         InputError: the file there was not written by a job, another job writes to the file, or the file cannot be
@@ -379,19 +420,23 @@ def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
     """
     try:
         with _free(path):
-            result_files.remove_leftovers(path.parent, {path.name})
+            result_files.remove_leftovers(path.parent, {path.name})  # of a write that was cut short
             result_files.write_whole(path, b"".join(map(as_line, found)))
     except OSError as error:
         raise InputError(f"{path}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
 
 
 def remove_bad(path: Path, survey: Survey) -> None:
-    """Remove an earlier job's file of lines without an answer, if all its lines can be run now; else leave it.
+    """Remove an earlier job's file of lines without an answer, if each line in it can be run now; else leave it.
 
-    Another file, a link, and an empty file are left as well.
+    A file that no job has written, a link, and an empty file are left as well.
+
+    Args:
+        path: the file, which may be missing.
+        survey: knows which lines can be run.
 
     Raises:
-        InputError: another job writes to the file, or the file cannot be removed.
+        InputError: another job writes to the file, or the file cannot be read or removed.
     """
     try:
         if path.is_file() and not path.is_symlink():  # a job writes a file in place of a link, so a link is not its
@@ -406,10 +451,11 @@ def remove_bad(path: Path, survey: Survey) -> None:
 
 @contextmanager
 def _free(path: Path) -> Iterator[None]:
-    """Lock a file that is about to be replaced, while the context lasts; do nothing if there is none.
+    """Check that a file of lines without an answer may be replaced, and lock it while the context lasts; do nothing if
+    there is none.
 
     Raises:
-        InputError: the file was not written by a job, or another job writes to it.
+        InputError: the file is empty or was not written by a job, or another job writes to it.
     """
     if not os.path.lexists(path):
         yield
@@ -424,7 +470,7 @@ def _free(path: Path) -> Iterator[None]:
 
 
 def foreign(path: Path) -> InputError:
-    """Return the error for a file at the path for lines without an answer that no job has written."""
+    """Return the error that says that the file for lines without an answer exists, and was not written by a job."""
     return InputError(
         f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
         "another output file."
@@ -432,16 +478,17 @@ def foreign(path: Path) -> InputError:
 
 
 def _are_entries(file: IO[bytes]) -> bool:
-    """Return whether each line of a file is an entry of a line without an answer; ``False`` for an empty file.
-
-    The file is read to its end.
+    """Return whether each line of a file is an entry of the file of lines without an answer, in either format;
+    ``False`` for an empty file. The file is read to its end.
     """
     found = [_entry_of(raw) is not None for raw in file]
     return bool(found) and all(found)
 
 
 def _entry_of(raw: bytes) -> dict[str, Any] | None:
-    """Return an entry of a line without an answer, parsed; ``None`` if the text is no such entry."""
+    """Parse a line of a file as an entry for a line without an answer, in either format; return ``None`` if it is
+    none.
+    """
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

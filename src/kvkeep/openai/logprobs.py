@@ -50,23 +50,27 @@ class ScoredTokens:
         return scored.rest(result, whole=whole)
 
     def add(self, entry: Logprob) -> None:
-        """Note the next token. It is handed out by `within` or `rest`."""
+        """Take the log-probability of the answer's next token. `within` or `rest` returns it later, joined with the
+        token's text: that is known only once its characters are complete.
+        """
         self._entries.append(entry)
         self._know(self._spans.add(entry.token_id))
 
     def within(self, length: int) -> list[Scored]:
-        """Return the tokens not handed out yet that begin in the first ``length`` characters of the text."""
+        """Return the tokens that begin in the first ``length`` characters of the text, without those that earlier calls
+        have returned.
+        """
         found = []
         while self._known and self._known[0][0].start < length:
             found.append(self._known.popleft())
         return found
 
     def rest(self, result: Result, *, whole: bool = False) -> list[Scored]:
-        """Return the tokens that are left when the answer has ended, without those of a stop text unless ``whole``.
-
-        Afterwards none is left.
+        """Return the tokens that no call has returned yet, once the answer has ended; without those of a stop text
+        unless ``whole``. Further calls return nothing.
         """
         self._know(self._spans.end())
+        # ended, but not by an end token: a stop text lies behind the text, in the last tokens
         stopped = result.finish_reason == "stop" and not result.end_token and not whole
         found = self.within(len(result.text)) if stopped else list(self._known)
         # special tokens that the text leaves out have no length, and come before the stop text
@@ -78,12 +82,16 @@ class ScoredTokens:
         return found
 
     def _know(self, tokens: Sequence[TextToken]) -> None:
-        """Join tokens whose texts are complete with their log-probabilities, which arrived in the same order."""
+        """Make tokens whose texts are complete known, each with its log-probability: the oldest ones that wait for a
+        text.
+        """
         self._known.extend((token, self._entries.popleft()) for token in tokens)
 
 
 def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the entries of a chat's tokens in the form of the API, each with the likeliest tokens in its place."""
+    """Return ``logprobs.content`` of a chat's answer: for each token its text, log-probability and bytes, and the same
+    of the likeliest tokens in its place under ``top_logprobs``.
+    """
     return [
         {
             **_entry(token.text, token.bytes, scored.value),
@@ -94,8 +102,8 @@ def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]
 
 
 def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the entries of the tokens of an answer of ``/v1/responses``: those of a chat, but with an empty list where
-    a token adds no bytes.
+    """Return the entries of an answer's tokens as ``/v1/responses`` has them: those of `content`, but with ``[]`` and
+    not ``None`` as the bytes of a token that the text leaves out.
     """
     found = content(tokens, texts)
     for entry in (part for token in found for part in (token, *token["top_logprobs"])):
@@ -104,17 +112,20 @@ def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, A
 
 
 def _entry(text: str, raw: bytes | None, value: float) -> dict[str, Any]:
-    """Return a token's entry in OpenAI's format. JSON has no infinity, so `LEAST` is the smallest number."""
+    """Return a token's text, log-probability and bytes (``None`` stays ``None``) under OpenAI's names. A
+    log-probability below `LEAST` becomes `LEAST`, as JSON has no minus infinity.
+    """
     return {"token": text, "logprob": max(value, LEAST), "bytes": None if raw is None else list(raw)}
 
 
 def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> dict[str, Any]:
-    """Return the entries of a completion's tokens as parallel lists.
+    """Return ``logprobs`` of a completion, four lists with an entry for each token: its text, its log-probability, the
+    likeliest tokens in its place (text → log-probability), and the character of the text at which it begins.
 
     Args:
         tokens: the tokens.
         texts: decodes tokens.
-        offset: characters before the completion.
+        offset: characters before these tokens' text, added to each place in ``text_offset``.
     """
     return {
         "tokens": [token.text for token, _ in tokens],
@@ -126,8 +137,9 @@ def columns(tokens: Sequence[Scored], texts: TokenTexts, *, offset: int = 0) -> 
 
 
 def _likeliest(token: TextToken, scored: Logprob, texts: TokenTexts) -> Iterator[tuple[int, str, bytes | None, float]]:
-    """Yield the id, text, bytes and log-probability of the likeliest tokens in the place of a token; ``None`` for the
-    bytes of the token itself if it adds none.
+    """Yield id, text, bytes and log-probability of the likeliest tokens in the place of a token, most likely first.
+
+    If the token itself is among them, it has its text and bytes in the answer: ``None`` if the text leaves it out.
     """
     # the text drops a space at its start, so alternatives drop theirs
     at_start = token.bytes is not None and texts.bytes_of(scored.token_id) == b" " + token.bytes
@@ -140,7 +152,7 @@ def _likeliest(token: TextToken, scored: Logprob, texts: TokenTexts) -> Iterator
 
 
 def _named(token: TextToken, scored: Logprob, texts: TokenTexts) -> dict[str, float]:
-    """Return the log-probabilities of the likeliest tokens by their texts.
+    """Return the likeliest tokens in the place of a token as text → log-probability, at least `LEAST`.
 
     Texts that are no whole characters, or that two tokens share, give way to bytes as OpenAI's API writes them, or to a
     token id as vLLM writes it. The name of the token itself is its entry in ``tokens``.
@@ -165,8 +177,9 @@ _NEAR = 32
 
 
 def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -> dict[str, Any]:
-    """Return the log-probabilities of a completion that begins with its prompt, as `columns` does. Those of the first
-    token are ``None``.
+    """Return ``logprobs`` of a completion whose text begins with its prompt, as `columns` does: of the prompt's tokens,
+    then of the new ones, a stop text's and the end token included. The log-probabilities of the prompt's first token
+    are ``None``.
 
     Args:
         prompt: the prompt's text.
@@ -174,7 +187,7 @@ def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -
         result: the request's result.
         texts: decodes tokens.
     """
-    spans = TokenSpans(texts, special=True)
+    spans = TokenSpans(texts, special=True)  # `_placed` compares with a decoded prompt that shows them
     tokens = _placed(prompt, ids, [token for number in ids for token in spans.add(number)] + spans.end(), texts)
     # the model predicts all but the first
     of_prompt = columns(list(zip(tokens[1:], result.prompt_logprobs, strict=False)), texts)
@@ -188,9 +201,16 @@ def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -
 
 
 def _placed(prompt: str, ids: Sequence[int], tokens: Sequence[TextToken], texts: TokenTexts) -> list[TextToken]:
-    """Return the tokens of a prompt with their places in its text, as it was given.
+    """Return copies of a prompt's tokens, each with the place in the given text at which it begins.
 
-    The tokenizer may have changed the text. A special token that it has added is shown as an empty text.
+    Where the tokenizer has changed the text, a token is searched for nearby. A special token that the text does not
+    have gets an empty text.
+
+    Args:
+        prompt: the text, as it was given.
+        ids: its token ids.
+        tokens: the same tokens, with their places in the text of the decoded ids.
+        texts: decodes tokens.
     """
     decoded, at, found = texts.decode(ids), 0, []
     ends = [*(token.start for token in tokens[1:]), len(decoded)]
@@ -206,5 +226,5 @@ def _placed(prompt: str, ids: Sequence[int], tokens: Sequence[TextToken], texts:
                 place, step = near, len(bare)
                 text = bare if text == part else text
         found.append(replace(token, text=text, start=place))
-        at = min(place + step, len(prompt))
+        at = min(place + step, len(prompt))  # a token that the tokenizer has changed may be longer than what is left
     return found

@@ -23,12 +23,12 @@ _MAX_DIGITS = 4300
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object as a dictionary, parsed from UTF-8.
+    """Return a JSON object as a dictionary, parsed from UTF-8 that may begin with a byte order mark.
 
     Raises:
-        ValueError: the bytes are no UTF-8, or no strict JSON.
-        RecursionError: lists and objects are nested too deeply.
-        InputError: the JSON is no object, or holds a number that JSON or a float does not have.
+        ValueError: the bytes are no UTF-8 (`UnicodeDecodeError`) or no JSON (`json.JSONDecodeError`).
+        RecursionError: lists and objects are nested in more than `MAX_DEPTH` levels.
+        InputError: the JSON is no object, or holds ``NaN``, an infinity, or a number that is too large or too long.
     """
     # a byte order mark, which some editors write, is passed over
     fields = _DECODER.decode(raw.decode("utf-8-sig"))
@@ -61,7 +61,7 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    """Return a JSON number as an int, and refuse one of too many digits: parsing takes time that grows with their
+    """Return a JSON number as an int, and refuse one of more than 4300 digits: the time to parse it grows with their
     square.
 
     Raises:
@@ -76,9 +76,9 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float, par
 
 
 def _depth(value: object) -> int:
-    """Return how many levels of lists and objects are nested in a value; 0 for any other value.
+    """Return how many levels of lists and objects a value has: 1 for a flat one, 0 for what is neither list nor object.
 
-    The count uses no recursion, which a value that is nested deeply enough would exhaust.
+    It is counted without recursion, as a value that is nested deeply enough would exhaust Python's.
     """
     depth, level = 0, [value]
     while found := [part for part in level if isinstance(part, dict | list)]:
@@ -127,14 +127,14 @@ class ToolForm:
     result: str
 
     def text(self, calls: Iterable[tuple[str, str]]) -> str:
-        """Return the text that a model writes to make the given tool calls.
+        """Return the text that a model of this form writes to make one or more calls.
 
         Args:
-            calls: names and arguments, which are JSON.
+            calls: the name and the arguments of each; arguments are the text of a JSON object.
         """
         shown = [f"{name}{self.middle}{given}{self.close}" for name, given in calls]
         begin = f"{self.mark if self.needs_mark else ''}{self.opens[0]}"
-        if self.next is None:
+        if self.next is None:  # an answer has one call: each is written whole
             return "\n".join(begin + call for call in shown)
         return begin + self.next.join(shown) + self.last
 
@@ -257,8 +257,9 @@ def short(value: object) -> str:
 
 
 def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
-    """Return the messages of a chat's body, checked. Tool calls and results become text, unless the template takes
-    them.
+    """Return the messages of a chat's body, checked, as the chat template takes them.
+
+    If the template takes no tools, calls become a part of the assistant's text, and results messages of the user.
 
     Args:
         given: the body.
@@ -276,14 +277,17 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
 
 
 def unknown_fields(messages: object) -> tuple[str, ...]:
-    """Return the names of fields of messages that nobody knows, which are ignored, such as ``messages[].id``."""
+    """Return the fields that nobody knows of all messages, each once, such as ``messages[].id``; none if the messages
+    are no list. Nothing is refused.
+    """
     known = {"role", "content", *_FIELDS, *_UNREAD}
     given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     return tuple(dict.fromkeys(f"messages[].{name}" for message in given for name in message if name not in known))
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
-    """Check a message, and return its role, text, tool calls, name and reasoning.
+    """Check a message, and return a new one with ``role`` and a text as ``content``, and with ``name``,
+    ``tool_call_id``, ``reasoning_content`` and ``tool_calls`` (see `_calls`) where it has them.
 
     The role ``developer`` becomes ``system``, and the older ``function`` and ``function_call`` become a tool's result
     and a call of one. A refusal is the text of an answer that has none. Annotations are left out.
@@ -318,10 +322,16 @@ def _message(name: str, message: object) -> dict[str, Any]:
 
 
 def _check_field(place: str, name: str, value: object) -> None:
-    """Check the type of a message's field, and that it asks for nothing that kvkeep cannot do.
+    """Check a field of a message other than its role and content: its type, or, of a field that kvkeep does not read,
+    that it is empty.
+
+    Args:
+        place: the field in errors, such as ``messages[0].name``.
+        name: its name.
+        value: its value.
 
     Raises:
-        ParameterError: a check fails.
+        ParameterError: a check fails, or a text has half of a character.
     """
     if name in _UNREAD:
         if value not in (False, "", [], {}):
@@ -343,7 +353,8 @@ def _older_call(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _calls(name: str, calls: object) -> list[dict[str, str]]:
-    """Check the tool calls of a message, and return each with its ``name``, its ``arguments`` as text, and its ``id``.
+    """Check the tool calls of a message, and return each with its ``name``, its ``arguments`` as text (``{}`` for an
+    empty one; not parsed), and its ``id``, which is empty if there is none.
 
     Raises:
         ParameterError: a call has another form.
@@ -364,10 +375,10 @@ def _calls(name: str, calls: object) -> list[dict[str, str]]:
 
 
 def _id(name: str, given: object) -> str:
-    """Return an id after checking that it is a text without broken characters; it may be empty.
+    """Return an id unchanged, after a check that it is a text without half of a character; it may be empty.
 
     Raises:
-        ParameterError: it is not.
+        ParameterError: it is no text, or has half of a character.
     """
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
@@ -375,10 +386,12 @@ def _id(name: str, given: object) -> str:
 
 
 def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
-    """Return a message whose tool calls, or whose tool result, are written as a part of its text."""
+    """Return a message with its tool calls written behind its text, or, of the role ``tool``, with its result in the
+    words of the form; any other one as an equal copy.
+    """
     text = message["content"]
     if message["role"] == "tool":
-        return {"role": "tool", "content": form.result.format(content=text)}
+        return {"role": "tool", "content": form.result.format(content=text)}  # `_joined` makes it the user's
     if "tool_calls" in message:
         shown = form.text((call["name"], call["arguments"]) for call in message["tool_calls"])
         text = f"{text}\n{shown}" if text else shown
@@ -386,7 +399,9 @@ def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each run of tool results joined into one message of the user."""
+    """Return the messages with tool results that follow each other joined, by line breaks, into one message of the
+    user.
+    """
     found: list[dict[str, Any]] = []
     joins = False
     for message in messages:
@@ -401,8 +416,8 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
-    """Return a message as the messages that chat templates take: several, one for each call, if the form has one call
-    in an answer.
+    """Return a message as the list of messages that a chat template with tools takes: one for each call if the form has
+    one call in an answer, otherwise a single one. Arguments of calls become objects.
     """
     if message["role"] == "tool":
         return [{**message, "tool_call_id": _short(message["tool_call_id"], form)}]
@@ -424,14 +439,18 @@ def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
 
 
 def _short(name: str, form: ToolForm) -> str:
-    """Return a tool call's id in the form's spelling: a hash of 9 characters where the form needs short ids."""
+    """Return a tool call's id as the form takes it: where it needs short ids, the first 9 characters of a hash in place
+    of an id that has not 9 letters and digits. Equal ids stay equal.
+    """
     if not form.short_ids or re.fullmatch("[A-Za-z0-9]{9}", name, re.ASCII):
         return name
     return hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _object(text: str) -> dict[str, Any] | str:
-    """Parse the arguments of a tool call. Text that is no JSON object is returned unchanged."""
+    """Parse the arguments of a tool call. Return a text unchanged that is no strict JSON object, or that holds half of
+    a character.
+    """
     try:
         found = decoded(text.encode())
         # a text with half of a character could not be sent on
@@ -442,10 +461,15 @@ def _object(text: str) -> dict[str, Any] | str:
 
 
 def _content(name: str, content: object) -> str:
-    """Return the text of a message's content, with its text parts joined.
+    """Return the text of a message's content, which is a text, or a list of parts whose texts are joined without
+    spaces.
+
+    Args:
+        name: the field in errors, such as ``messages[0].content``.
+        content: its value.
 
     Raises:
-        ParameterError: the content is neither a text nor a list of texts.
+        ParameterError: the content is neither, has a part that is no text, or half of a character.
     """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
@@ -454,10 +478,10 @@ def _content(name: str, content: object) -> str:
 
 
 def _text_of(name: str, part: object) -> str:
-    """Return the text of a part of a message's content.
+    """Return the text of one part of a message's content, such as ``{"type": "text", "text": "…"}``, or of a refusal.
 
     Raises:
-        ParameterError: the part is no text, such as an image.
+        ParameterError: the part is no text, such as an image, or its type is unknown.
     """
     kind = part.get("type") if isinstance(part, dict) else None
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None

@@ -44,8 +44,8 @@ _KINDS_OF_FORM = {
 
 
 def form_of(given: Mapping[str, Any]) -> tuple[str | None, Structure | None]:
-    """Return the name of the field that gives the output of a body a form, and this structure; two ``None`` for free
-    text.
+    """Return the name of the field by which a body asks for a form of its answer (a schema, an expression, a grammar),
+    and this form; two ``None`` if the answer is free text.
 
     Raises:
         ParameterError: the form cannot be read, or several fields name one.
@@ -62,7 +62,7 @@ def form_of(given: Mapping[str, Any]) -> tuple[str | None, Structure | None]:
 
 
 def _form(name: str, given: Any, kind: str | None = None) -> Structure | None:
-    """Return the structure of a field in vLLM's words; ``None`` for free text.
+    """Return the form of an answer that a field other than ``response_format`` asks for; ``None`` if it asks for none.
 
     Args:
         name: the field's name in the body.
@@ -77,16 +77,17 @@ def _form(name: str, given: Any, kind: str | None = None) -> Structure | None:
     try:
         return structure_of(given)
     except InputError as error:
+        # the engine speaks of structured_outputs, which this body does not have
         reason = str(error).replace(f"structured_outputs has {kind}=", f"{name}=")
         raise ParameterError(name, f"is refused: {reason}") from error
 
 
 def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
-    """Return the form that a ``response_format`` asks for, also as ``/v1/responses`` writes it; ``None`` for free
-    text.
+    """Return the form of an answer that a value like ``{"type": "json_schema", …}`` asks for; ``None`` for free text.
 
     Args:
-        name: the parameter's name.
+        name: the parameter: ``response_format``, or ``text.format`` of ``/v1/responses``, with the schema beside the
+            type.
         given: its value.
 
     Raises:
@@ -286,11 +287,12 @@ _ALIKE = 0.8
 def ignored(
     given: Mapping[str, Any], known: Collection[str], own: Collection[str] = OWN, *, generates: bool = True
 ) -> tuple[str, ...]:
-    """Return the names of a body's fields that nobody knows.
+    """Return the names of a body's fields that nobody knows, also of fields in its objects and messages; refuse those
+    that are not read here and would change the answer.
 
     Args:
         given: the body.
-        known: the fields that are read.
+        known: the fields that are read on this route.
         own: the fields of kvkeep on this route, to whose names unknown ones are compared.
         generates: whether the body asks for new tokens, which the fields of other routes would change.
 
@@ -320,7 +322,15 @@ def ignored(
 def _unknown_parts(
     given: Mapping[str, Any], known: Collection[str], path: str, names: Collection[str]
 ) -> Iterator[str]:
-    """Yield the names of fields that nobody knows in one of a body's objects, such as ``stream_options.foo``."""
+    """Yield the names of fields that nobody knows in one of a body's objects, such as ``stream_options.foo``; none if
+    the body has no such object, or its field is not read.
+
+    Args:
+        given: the body.
+        known: the fields of the body that are read.
+        path: the object, such as ``text.format``.
+        names: its fields that are known.
+    """
     first, *rest = path.split(".")
     part = given.get(first) if first in known else None
     for name in rest:
@@ -330,7 +340,9 @@ def _unknown_parts(
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """Return whether a known field that is not read leaves the answer as it is; ``False`` for unknown fields."""
+    """Return whether a field that this route does not read has a value that changes nothing, such as an empty one;
+    ``False`` for a field that nobody knows.
+    """
     if name in _ANYWHERE:
         neutral = _ELSEWHERE.get(name, ())
     elif name in _RENAMED:
@@ -406,15 +418,17 @@ class ParsedBody:
 
     @property
     def shows_special(self) -> bool:
-        """Return whether the text of an answer has special tokens."""
+        """Return whether the texts of answers show special tokens: ``"skip_special_tokens": false``."""
         return not self.options.get("skip_special_tokens", True)
 
     def truncated(self, ids: list[int], most: int | None) -> list[int]:
-        """Return the last tokens of a prompt, as many as the body asks for; all if it asks for none to be cut.
+        """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` of the body says; all without it.
+
+        With -1 there are as many as leave room for the answer within ``most``, but at least one.
 
         Args:
             ids: the whole prompt.
-            most: tokens of a prompt and its answer; ``None``: no limit.
+            most: tokens of a prompt and its answer together; ``None``: no limit.
         """
         if self.truncate is None:
             return ids
@@ -423,7 +437,8 @@ class ParsedBody:
         return ids[-(room if self.truncate < 0 else self.truncate) :]
 
     def unread(self, reads: Callable[[str], bool]) -> tuple[str, ...]:
-        """Return the template variables of the body that the chat template does not read, each with its field's name.
+        """Return the variables that the body gives the chat template and that it does not read, as names of fields,
+        such as ``chat_template_kwargs.foo``.
 
         Args:
             reads: tells whether the template reads a variable.
@@ -433,14 +448,17 @@ class ParsedBody:
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools that the chat template describes to the model; ``()`` if it describes none."""
+        """Return the body's tools, in OpenAI's form, for a chat template that describes them to the model; ``()``
+        without tools, or if the template knows none.
+        """
         return self.tools.described if self.tools and self.tools.use.by_template else ()
 
 
 def read(
     url: str, body: object, *, honoured: Collection[str] = (), tells: bool = True, use: ToolUse = BY_WORDS
 ) -> ParsedBody:
-    """Read a body of a chat or a completion, after a check of every parameter.
+    """Check every parameter of a chat's or a completion's body, and return its prompts (texts, token ids or messages;
+    none is tokenized) and its options under kvkeep's names.
 
     Args:
         url: the route that it was sent to.
@@ -481,7 +499,7 @@ def read(
     structure = tools.structure(form, named) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
-    # see `Tools.structure`: the grammar then has no text before a call
+    # see `Tools._start`: the grammar then has no text before a call
     begins = tools is not None and (tools.choice == "required" or form is not None)
     if "min_tokens" in given:
         spelling["min_new_tokens"] = "min_tokens"
@@ -495,8 +513,8 @@ def read(
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
-    """Return an option's error in the words of a body, which may have other names for options: a `ParameterError` if
-    the message begins with a parameter, else an `InputError`.
+    """Return a new error with an option's error message in which the names of options are those of the body: a
+    `ParameterError` if the message begins with the name of one that the body gives, else an `InputError`.
     """
     text = str(error)
     for option, name in asked.spelling.items():
@@ -507,7 +525,8 @@ def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
 
 
 def _check(name: str, value: object, wanted: tuple[type, ...], honoured: Collection[str]) -> None:
-    """Check that a parameter has the right type, and that its value asks for nothing that nobody honours.
+    """Check a parameter's type, that a number is below 2**63, and that ``stream``, ``stream_options`` and ``echo`` ask
+    for nothing unless the caller honours them.
 
     Args:
         name: the parameter's name.
@@ -527,10 +546,11 @@ def _check(name: str, value: object, wanted: tuple[type, ...], honoured: Collect
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
-    """Return the prompts of a body as a tuple. A body has one text, texts, token ids, or lists of token ids.
+    """Return the prompts of a completion's body, each a text or a list of token ids. The body has one such prompt, or a
+    list of them.
 
     Raises:
-        ParameterError: there is no prompt, or one is empty or of another form.
+        ParameterError: there is no prompt, or one is empty, of another form, or has half of a character.
     """
     prompt = given.get("prompt")
     # an empty list has no prompts, though all of its entries are token ids
@@ -548,14 +568,16 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
 
 
 def _are_ids(value: object) -> bool:
-    """Return whether a value is a list of token ids."""
+    """Return whether a value is a list of whole numbers from 0 to below 2**63, or an empty list. Whether a model has
+    such tokens is not checked.
+    """
     # type() and not isinstance: true and false are ints to Python
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the option ``max_new_tokens``, and the name that the body uses for it; empty if the body does not set
-    it.
+    """Return the option ``max_new_tokens``, and this option → the name that the body uses for it; two empty mappings if
+    the body has neither name, or asks for as many as possible with -1.
 
     Raises:
         ParameterError: two names of the option have different values.
@@ -569,9 +591,10 @@ def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _seed(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the option ``seed``; empty if the body leaves it open, as clients of other servers do with -1.
+    """Return the option ``seed``, from 0 to below 2**63; empty if the body has none, or -1, with which clients of other
+    servers ask for another text each time.
 
-    Other negative seeds, which OpenAI's API has, are seeds of their own: the lower 63 bits are taken.
+    Other negative seeds, which OpenAI's API allows, become seeds of their own: modulo 2**63.
     """
     if given.get("seed", _NO_SEED) == _NO_SEED:
         return {}
@@ -579,7 +602,7 @@ def _seed(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options ``stop`` and ``stop_token_ids``, each only if the body has it.
+    """Return the options ``stop`` and ``stop_token_ids``, both as lists, and each only if the body has it.
 
     Raises:
         ParameterError: a stop text is empty or no text, or a token id is refused.
@@ -599,9 +622,11 @@ def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a prompt becomes tokens, as `ParsedBody.template` has it, without what is the route's default.
+    """Return the further arguments with which a prompt is encoded, as `ParsedBody.template` has them: the template's
+    variables and three flags, each only if it differs from the route's default.
 
-    vLLM takes two of the fields among the template's variables, too, where they come first.
+    As in vLLM, ``add_generation_prompt`` and ``continue_final_message`` may also stand in ``chat_template_kwargs``, and
+    take precedence there.
 
     Raises:
         ParameterError: a variable has the wrong type or half of a character, or two fields contradict each other.
@@ -626,12 +651,14 @@ def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise ParameterError("chat_template_kwargs", "has half of a character") from error
     shown = {"chat_template_kwargs": variables} if variables else {}
+    # a chat template writes the special tokens itself
     plain = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": url != CHAT}
     return {**shown, **{name: value for name, value in flags.items() if value is not plain[name]}}
 
 
 def _truncated(given: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of a prompt, -1 for as many as fit; ``None`` for all.
+    """Return ``truncate_prompt_tokens``: how many of a prompt's last tokens are kept, or -1 for as many as fit;
+    ``None`` if the body does not have it, so that all are kept.
 
     Raises:
         ParameterError: the number is 0 or out of range.
@@ -643,7 +670,8 @@ def _truncated(given: Mapping[str, Any]) -> int | None:
 
 
 def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option ``pins``, spans of the prompt that are never evicted; an empty mapping if the body has none.
+    """Return the option ``pins``, spans of the prompt's positions that are never evicted, as lists ``[start, stop]`` in
+    order; an empty mapping if the body does not have the field.
 
     Raises:
         ParameterError: the spans are refused.
@@ -655,10 +683,11 @@ def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option ``logit_bias``, token id → number added to its logit; an empty mapping if the body has none.
+    """Return the option ``logit_bias``, token id as an int → number added to its logit; an empty mapping if the body
+    has none.
 
     Raises:
-        ParameterError: a token id is no number, or a bias is out of range.
+        ParameterError: a token id is no whole number of at most 9 digits, or a bias is none from -100 to 100.
     """
     if not given.get("logit_bias"):
         return {}
@@ -672,10 +701,13 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the option ``logprobs``: how many of the likeliest tokens are reported beside each token.
+    """Return the option ``logprobs``: how many of the likeliest tokens are reported for each new token, 0 to 20; an
+    empty mapping if the body asks for no log-probabilities.
+
+    A chat asks with ``logprobs: true`` and ``top_logprobs``, a completion with the number alone.
 
     Raises:
-        ParameterError: the number is out of range, or given without ``logprobs``.
+        ParameterError: the number is out of range, or ``top_logprobs`` is given without ``logprobs``.
     """
     if url == COMPLETIONS:
         name, wanted, count = "logprobs", "logprobs" in given, given.get("logprobs", 0)
@@ -689,9 +721,10 @@ def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return ``top_k``, ``top_p`` and the like as options, and the names of those that the body turns off.
+    """Return ``top_k``, ``top_p`` and ``min_p`` as options, as far as they leave out tokens, and the names of those
+    that the body turns off, with a value such as ``top_p: 1``.
 
-    At temperature 0, where none has an effect, return no options and count all as turned off.
+    If the body sets temperature 0, where none has an effect, return no options, and all three as turned off.
 
     Raises:
         ParameterError: a value is out of range.

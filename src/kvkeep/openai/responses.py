@@ -44,7 +44,9 @@ def answer(
 
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """Return the token counts of an answer. Of each ``n`` results in a row, the common prompt counts once."""
+    """Return ``usage`` of an answer: tokens of prompts, new tokens, their sum, and tokens of prompts that were not read
+    again. Of each ``n`` results in a row, which have one prompt, the prompt counts once.
+    """
     prompt = sum(result.prompt_tokens for result in results[::n])
     new = sum(len(result.token_ids) for result in results)
     return {
@@ -68,12 +70,12 @@ def error(message: str, *, status: int, param: str | None = None) -> dict[str, A
 
 
 def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
-    """Return the parser for the tool calls in an answer's text; ``None`` if no tool may be called.
+    """Return a new parser for the tool calls in one text of an answer; ``None`` if the body lets no tool be called.
 
     Args:
         asked: the body of the request.
-        name: the answer's name, from which the ids of calls are made.
-        index: the place of the text in the answer.
+        name: the answer's name; it and the index make the ids of the calls.
+        index: the text's, among those of the answer.
     """
     if asked.tools is None:
         return None
@@ -84,14 +86,16 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
 
 def reason_of(result: Result, calls: ToolCallParser | None) -> str:
-    """Return the finish reason of an answer: ``tool_calls`` if the answer is complete and calls tools, else the
-    result's.
+    """Return the finish reason of a text: ``tool_calls`` if it ended by itself (``stop``) and its parser has found a
+    call, else the result's own.
     """
     return "tool_calls" if result.finish_reason == "stop" and calls and calls.count else result.finish_reason
 
 
 def _message(asked: ParsedBody, name: str, index: int, result: Result, texts: TokenTexts | None) -> dict[str, Any]:
-    """Return a choice of a chat completion: the message with its tool calls, log-probabilities and finish reason."""
+    """Return a choice of a chat completion: its index, the message with its tool calls, log-probabilities (``None``
+    without ``texts``) and finish reason.
+    """
     calls = calls_of(asked, name, index)
     said = calls.whole(result.text) if calls else {"content": result.text}
     return {
@@ -108,7 +112,9 @@ def _content(asked: ParsedBody, result: Result, texts: TokenTexts) -> list[dict[
 
 
 def _text(asked: ParsedBody, index: int, result: Result, texts: TokenTexts | None) -> dict[str, Any]:
-    """Return a choice of a completion: the text, log-probabilities and finish reason."""
+    """Return a choice of a completion: its index, text, log-probabilities (``None`` without ``texts``) and finish
+    reason.
+    """
     found = None
     if texts is not None:
         found = logprobs.columns(logprobs.ScoredTokens.of(result, texts, special=asked.shows_special), texts)

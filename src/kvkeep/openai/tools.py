@@ -32,7 +32,9 @@ class ToolCallParser:
     """
 
     def __init__(self, name: str, use: ToolUse, names: Collection[str], *, anywhere: bool) -> None:
-        """Make the headers of calls that are looked for, each with its function's name."""
+        """Make the texts by which calls are recognised: from the mark, as far as it comes as text, to the brace that
+        opens the arguments, one for each function and place of a call.
+        """
         form = use.form
         self._name, self._anywhere = name, anywhere
         heads = {tool: f"{tool}{form.middle}{{" for tool in names}
@@ -50,7 +52,9 @@ class ToolCallParser:
         self.count = 0
 
     def add(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add a piece of text, and yield the response deltas that are certain now. The rest is held back."""
+        """Add the next piece of an answer's text, and yield the deltas that are certain now, in the form of a chat's
+        stream: ``content``, or ``tool_calls``. What may be the beginning of a call is held back.
+        """
         self._held += text
         # one piece may end a call and begin another
         moved = True
@@ -60,13 +64,17 @@ class ToolCallParser:
             moved = self._state != before
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Yield the text that was held back as content, once the answer has ended; nothing within a call."""
+        """Yield the text that was held back as one delta of ``content``, once the answer has ended; nothing if there is
+        none, or if a call has begun: what is left then is no content.
+        """
         held, self._held = self._held, ""
         if self._state == "content" and held:
             yield {"content": held}
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Return the content and the tool calls of a whole answer; content is ``None`` if there are calls alone."""
+        """Return ``content`` and ``tool_calls`` of a whole answer, given at once: without ``tool_calls`` if there are
+        none, and with the content ``None`` if there are calls alone.
+        """
         content, found = "", list[dict[str, Any]]()
         for delta in (*self.add(text), *self.end()):
             content += delta.get("content", "")
@@ -78,7 +86,9 @@ class ToolCallParser:
         return {"content": content or None, "tool_calls": found} if found else {"content": content}
 
     def _content(self) -> Iterator[dict[str, Any]]:
-        """Yield text that cannot be the beginning of a call any more, and the call's header if one begins."""
+        """Yield the held text up to the first place at which a call begins or may begin, and the first delta of the
+        call if its header is complete. The rest stays held.
+        """
         held, at = self._held, len(self._held)
         header = None
         for place in self._places():
@@ -96,14 +106,18 @@ class ToolCallParser:
             yield self._call(header, self._first[header])
 
     def _places(self) -> list[int]:
-        """Return the indexes in the held text at which a tool call may begin."""
+        """Return the indexes in the held text, in order, at which a call may begin: 0 at the very beginning of the
+        answer, and, unless an answer is either a text or calls, each character with which a mark begins.
+        """
         first = [] if self._begun or not self._held else [0]
         if not self._anywhere:
             return first
         return sorted({*first, *(place for place, letter in enumerate(self._held) if letter in self._starts)})
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
-        """Yield a piece of the arguments that have arrived. The JSON object's end is the call's end."""
+        """Yield the held text as far as it belongs to the arguments of the current call; nothing if there is none. The
+        call ends with the JSON object.
+        """
         size = self._object.take(self._held)
         piece, self._held = self._held[:size], self._held[size:]
         if self._object.ended:
@@ -112,14 +126,17 @@ class ToolCallParser:
             yield {"tool_calls": [{"index": self.count - 1, "function": {"arguments": piece}}]}
 
     def _after(self) -> Iterator[dict[str, Any]]:
-        """Yield the header of a further call behind one that has ended, in forms that list calls."""
+        """Yield the first delta of a further call, if its header stands complete behind a call that has ended; else
+        nothing: other text behind a call is no content.
+        """
         if header := _begins(self._held, 0, self._next):
             yield self._call(header, self._next[header])
 
     def _call(self, header: str, name: str) -> dict[str, Any]:
-        """Begin a tool call, and return its first delta.
+        """Begin the call of a function whose header the held text begins with, and return its first delta: id, name,
+        and empty arguments.
 
-        The call's arguments begin with the header's last character.
+        The held text then begins with the arguments: the header's last character is their brace.
         """
         # the header ends with the brace that opens the arguments
         self._held, self._state, self._object = self._held[len(header) - 1 :], "arguments", _Object()
@@ -140,9 +157,8 @@ class _Object:
         self.ended = False
 
     def take(self, text: str) -> int:
-        """Read on in a JSON object, and return how many of the next characters belong to it.
-
-        Set ``ended`` if the object ends among them.
+        """Read the next characters of a JSON object, and return how many of them belong to it: all, or those up to its
+        end, which sets ``ended``. What is no JSON is not noticed.
         """
         for place, letter in enumerate(text):
             if self._quoted:  # brackets in a text do not count
@@ -158,9 +174,8 @@ class _Object:
 
 
 def _begins(text: str, place: int, headers: Mapping[str, str]) -> str | None:
-    """Return the header with which the text goes on at an index; ``None`` if there is none.
-
-    Return ``""`` if the text is too short to tell.
+    """Return the header (one of the keys) with which the text goes on at an index; ``""`` if the rest of the text is
+    only the beginning of one; ``None`` if no header begins there.
     """
     rest = text[place:]
     unclear = False
@@ -202,18 +217,20 @@ class Tools:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the functions that may be called."""
+        """Return the names of the functions that may be called: all, or those of ``allowed`` in the order of all."""
         names = tuple(function["name"] for function in self.functions)
         return names if self.allowed is None else tuple(name for name in names if name in self.allowed)
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
-        """Return the definitions of the tools, as chat templates take them."""
+        """Return the definitions of all tools, also of those that may not be called, in OpenAI's form, which chat
+        templates take.
+        """
         return tuple({"type": "function", "function": _described(function)} for function in self.functions)
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return copies of the messages with a description of all tools at the end of the first message, if that is the
-        system's; otherwise in a system message before them.
+        """Return copies of the messages of a chat (one at least) that tell the model of all tools, in the words of its
+        form: at the end of the first message if that is the system's, otherwise in a system message before it.
         """
         shown = (json.dumps(tool, ensure_ascii=False) for tool in self.described)
         text = self.use.form.words.format(tools="\n".join(shown))
@@ -223,14 +240,15 @@ class Tools:
         return [{"role": "system", "content": text}, dict(first), *rest]
 
     def structure(self, content: Structure | None, name: str | None = None) -> Structure:
-        """Build the structure of an answer that may call tools: a grammar of llguidance, with a rule for each function.
+        """Build the grammar, of llguidance, of an answer that may call tools, so that names and arguments of calls are
+        always right; with a rule for each function that may be called.
 
         Args:
             content: the form of an answer without calls; ``None``: any text.
             name: the field that gives this form, for errors.
 
         Raises:
-            ParameterError: calls cannot be told from an answer of that form.
+            ParameterError: calls cannot be told from an answer of that form, or the grammar is refused.
         """
         if content is not None and content.kind != "json":
             raise ParameterError(
@@ -253,7 +271,7 @@ class Tools:
             raise ParameterError("tools", f"is refused: {error}") from error
 
     def _start(self, content: Structure | None) -> list[str]:
-        """Return the first rules of the grammar: what may come before tool calls, or in place of them.
+        """Return the first rules of the grammar, as lines: what may come before the rule ``calls``, or in place of it.
 
         Raises:
             ParameterError: calls cannot be told from an answer of that form.
@@ -262,7 +280,7 @@ class Tools:
         mark = json.dumps(form.mark) if token is None else f"<[{token}]>"
         # where calls can do without the mark, only one that is a special token may come first
         begun = "mark" if form.needs_mark else "" if token is None else "mark?"
-        marks = [f"mark: {mark}"] if begun else []
+        marks = [f"mark: {mark}"] if begun else []  # only the rules below that name it need it
         if self.choice == "required":
             return [f"start: {begun} calls", *marks]
         if content is not None:
@@ -278,7 +296,9 @@ class Tools:
         return ["start: TEXT | open calls", f"open[lazy]: TEXT {mark}", f"TEXT: /{_ANY}*/"]
 
     def _rule(self, place: int, function: Mapping[str, Any]) -> str:
-        """Return the grammar rule for a call of one function, from the function's name on."""
+        """Return the grammar rule ``call_PLACE`` for a call of one function: its name, its arguments by their schema,
+        and what closes the call.
+        """
         begins = json.dumps(f"{function['name']}{self.use.form.middle}")
         return f"call_{place}: {begins} %json {json.dumps(function['schema'])} {json.dumps(self.use.form.close)}"
 
@@ -289,7 +309,8 @@ def _described(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
-    """Return the tools of a chat's body; ``None`` if it has none, or if the model must not call any.
+    """Return the tools of a chat's body, checked, with what ``tool_choice`` and ``parallel_tool_calls`` say of them;
+    ``None`` if there are none, or if ``tool_choice`` is ``"none"``.
 
     Args:
         given: the body.
@@ -322,7 +343,9 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 
 def _names(given: object) -> tuple[str, ...] | None:
-    """Return the names of the functions in the list ``tools`` of an object; ``None`` if the object has another form."""
+    """Return the names of the functions in the list ``tools`` of an object, such as an ``allowed_tools``; ``None`` if
+    the object, or an entry of the list, has another form.
+    """
     # what is no list counts as one of a wrong entry
     tools = given.get("tools") if isinstance(given, dict) else None
     found = []
@@ -335,7 +358,8 @@ def _names(given: object) -> tuple[str, ...] | None:
 
 
 def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
-    """Return the functions of the tools, checked, each with the schema of its arguments.
+    """Return the ``function`` of each tool in a body's list, checked, with the grammar's schema of its arguments added
+    as ``schema``.
 
     Raises:
         ParameterError: there are too many tools, two with one name, or a tool that cannot be read.

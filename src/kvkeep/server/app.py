@@ -55,13 +55,14 @@ Route: TypeAlias = Callable[[Request], Awaitable[Response]]
 def make_app(
     served: ServedModel, settings: ServerSettings, origins: Sequence[str] = (), leases: Leases | None = None
 ) -> FastAPI:
-    """Return the web application that serves a model.
+    """Return the web application that serves a model: all routes, the check of keys, limits, and the answers to
+    failures.
 
     Args:
-        served: the model.
-        settings: how clients are treated.
-        origins: origins of web pages that may call it.
-        leases: the rights to hold sessions, where several servers share them.
+        served: the model; its ``longest`` is replaced by the limit in ``settings``.
+        settings: how clients are treated; ``adapters`` are replaced by the engine's.
+        origins: origins of web pages that may call it, such as ``https://example.org``; ``*``: all.
+        leases: the rights to hold sessions, where several servers share them; ``None``: this one is alone.
     """
     # what one knows of the other: the limit of the server, and the adapters of the engine
     served = replace(served, longest=settings.max_model_len)
@@ -91,7 +92,9 @@ def make_app(
 def _counted(
     served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
 ) -> tuple[RateLimits, Metrics]:
-    """Return the rate limits and the metrics, with the metrics listening to the queue and the limits."""
+    """Make the rate limits of keys and the metrics, and return both. From now on the metrics count each result of the
+    queue, and each refusal of the queue and of the limits.
+    """
     limits = RateLimits(settings.key_requests, settings.key_tokens)
     metrics = Metrics(served.engine, settings.name, sessions)
     queue.ended.append(metrics.note)
@@ -101,7 +104,7 @@ def _counted(
 
 
 def _add_generation(app: FastAPI, generate: GenerateRoutes, responses: ResponsesRoutes) -> None:
-    """Add the routes of chats, completions and responses."""
+    """Add the routes that run the model (chats, completions, ``/v1/responses``), and those of stored responses."""
     _add(app, "POST", "/v1/chat/completions", generate.chat, ChatBody)
     _add(app, "POST", "/v1/completions", generate.completion, CompletionBody)
     _add(app, "POST", "/v1/responses", responses.respond, ResponseBody)
@@ -122,7 +125,7 @@ def _add_info(app: FastAPI, info: InfoRoutes, metrics: Metrics) -> None:
 
 
 def _add_sessions(app: FastAPI, routes: SessionRoutes) -> None:
-    """Add the routes of sessions."""
+    """Add the routes by which clients make, change and delete sessions; their turns are chats."""
     path = "/v1/sessions/{name}"
     _add(app, "POST", "/v1/sessions", routes.make, SessionBody)
     _add(app, "GET", "/v1/sessions", routes.all)
@@ -139,13 +142,15 @@ def _add_sessions(app: FastAPI, routes: SessionRoutes) -> None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Give the application its threads when it starts."""
+    """Give the event loop the threads in which the application works, when that starts; do nothing when it ends."""
     use_threads()
     yield
 
 
 def use_threads() -> None:
-    """Set the running loop's default executor to the threads in which an application works."""
+    """Set the default executor of the running event loop, which `asyncio.to_thread` uses, to a new pool of 64
+    threads.
+    """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
 
 
@@ -153,7 +158,9 @@ _IN_PATH = {"in": "path", "required": True, "schema": {"type": "string", "minLen
 
 
 def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | None = None) -> None:
-    """Add a route. The OpenAPI document shows the parameters of its path and the schema of its body, if it has one."""
+    """Add a route to the application; one for GET also answers HEAD. The OpenAPI document shows the parameters of its
+    path and the schema of its body, if it has one.
+    """
     # said here, since a route of kvkeep reads its request itself
     named = re.findall(r"{(\w+)", path)
     extra: dict[str, Any] = {"parameters": [{**_IN_PATH, "name": name} for name in named]} if named else {}
@@ -166,7 +173,7 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
 
 @functools.cache  # a router and its replicas in one process have the same bodies
 def _schema_of(body: type[Body]) -> dict[str, Any]:
-    """Return the JSON schema of a body, without references; it is not to be changed."""
+    """Return the JSON schema of a body, with all references written out. It is made once, so nobody may change it."""
     schema: dict[str, Any] = body.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, part in schema.pop("$defs", {}).items():
         # FastAPI does not put these definitions into the components of the document, where references lead
@@ -175,7 +182,13 @@ def _schema_of(body: type[Body]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:
-    """Return a JSON schema with a definition written out in place of each reference to it."""
+    """Return a copy of a JSON schema, or of a part of one, with a definition in place of each reference to it.
+
+    Args:
+        schema: the schema.
+        name: the definition's name, as references have it.
+        part: the definition.
+    """
     if isinstance(schema, dict):
         if schema.get("$ref") == f"#/components/schemas/{name}":
             return part

@@ -51,7 +51,9 @@ class RefusalError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the error object of OpenAI's API."""
+        """Return the body of the answer: OpenAI's error object, with a type by the status, the message, ``param`` and
+        ``code``.
+        """
         kind = "server_error" if self.status >= 500 else _KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -61,9 +63,11 @@ class GoneError(Exception):
 
 
 def refusal_of(error: KVKeepError) -> RefusalError:
-    """Return the HTTP refusal for an error that the request caused: status 429 if the engine is busy, otherwise 400.
+    """Return the HTTP refusal for an error that the request caused: status 429 if too many grammars wait to be
+    compiled, otherwise 400, with a code of its own if the prompt is too long. The message becomes a sentence.
 
-    The refusal names the parameter with which the error's message begins, if it begins with one.
+    The refusal names the error's ``param`` if it has one, else ``policy`` for an error of policies, else the argument
+    with which the message begins, as in ``guard=7 is …``.
     """
     text = str(error)
     # the name of a parameter or of a policy is written as it is
@@ -79,11 +83,11 @@ def refusal_of(error: KVKeepError) -> RefusalError:
 
 @contextmanager
 def in_words_of(form: str | None) -> Iterator[None]:
-    """Rename the parameter in refusals that the body raises about the form of an answer: clients ask for it under
-    several names.
+    """Put the client's own name of the parameter into a refusal of the form of an answer, such as a JSON schema, if the
+    code in the context raises one: clients ask for a form under several names.
 
     Args:
-        form: the client's name for the form; ``None`` renames nothing.
+        form: the name of the parameter in the client's body; ``None`` changes nothing.
     """
     try:
         yield
@@ -94,7 +98,7 @@ def in_words_of(form: str | None) -> Iterator[None]:
 
 
 def unknown(name: str, value: str, remedy: str) -> RefusalError:
-    """Return the refusal with status 404 for something that does not exist.
+    """Return the refusal with status 404, and a code such as ``session_not_found``, for something that does not exist.
 
     Args:
         name: the kind of thing, such as ``session``, from which the error's code is made.
@@ -105,13 +109,13 @@ def unknown(name: str, value: str, remedy: str) -> RefusalError:
 
 
 def parameter(name: str, reason: str) -> RefusalError:
-    """Return the refusal with status 400 for a bad parameter; ``reason`` goes on behind "the parameter NAME"."""
+    """Return the refusal with status 400 for a bad parameter. Its message is ``The parameter NAME REASON.``"""
     return refusal_of(ParameterError(name, reason))
 
 
 def _argument(text: str) -> str | None:
-    """Return the parameter with which a message begins, such as ``guard`` in ``guard=7 is …``; ``None`` if it begins
-    with none.
+    """Return the argument with which an error's message begins, such as ``guard`` in ``guard=7 is …``: the name before
+    the first ``=``; ``None`` if there is none, or more than a name stands before it.
     """
     name, found, _ = text.partition("=")
     return name if found and name.isidentifier() else None

@@ -50,7 +50,7 @@ class AnswerHead:
         self._chat = parsed.is_chat
 
     def chunk(self, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-        """Return a chunk of the answer with these choices."""
+        """Return a chunk of the streamed answer with these choices, in OpenAI's form; ``more`` are further fields."""
         return {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self.name}",
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -78,35 +78,43 @@ class _Choice:
         self._length = 0
 
     def first(self, text: str = "") -> dict[str, Any]:
-        """Return the choice of the first chunk: the role in a chat, the echoed prompt in a completion."""
+        """Return the choice for this text's first chunk: in a chat the role with an empty text, in a completion the
+        echoed prompt ``text``.
+        """
         return self._choice({"role": "assistant", "content": ""} if self._chat else text)
 
     def next(self, event: Event) -> list[dict[str, Any]]:
-        """Return the choices that an event adds, each for a chunk of its own; none if the event completes no text.
+        """Return the choices that an event of this text's request adds, each for a chunk of its own.
 
-        Log-probabilities of held-back text are sent with the next choice.
+        There is none if the event completes no text. The last event always has one, with the finish reason. The last
+        choice has the log-probabilities of all tokens that are complete now.
         """
         self._length += len(event.text)
+        # the end token is no part of the text
         if self._scored and event.logprob and not (event.result and event.result.end_token):
             self._scored.add(event.logprob)
         deltas, reason = self._deltas(event), None
         if event.result is not None:
             reason = reason_of(event.result, self._calls)
-            deltas = deltas or [{} if self._chat else ""]
+            deltas = deltas or [{} if self._chat else ""]  # the finish reason needs a choice
         if not deltas:
             return []  # half of a character, or of a tool's call: its log-probabilities go with the rest
         *first, last = deltas
         return [*(self._choice(delta) for delta in first), self._choice(last, reason, self._ready(event))]
 
     def _deltas(self, event: Event) -> list[Any]:
-        """Return what an event adds: in a chat deltas with content and tool calls, else texts."""
+        """Return what an event adds to this text: in a chat deltas with content or tool calls, in a completion texts;
+        nothing if no text is complete.
+        """
         if self._calls is None:
             return [{"content": event.text} if self._chat else event.text] if event.text else []
         ended = () if event.result is None else self._calls.end()
         return [*self._calls.add(event.text), *ended]
 
     def _ready(self, event: Event) -> list[Scored]:
-        """Return the tokens whose text has been sent completely, with their log-probabilities."""
+        """Return the tokens, with their log-probabilities, that begin in the text so far and were not returned yet;
+        with the last event all that are left. Nothing is returned if no log-probabilities are asked for.
+        """
         if self._scored is None:
             return []
         return self._scored.within(self._length) if event.result is None else self._scored.rest(event.result)
@@ -114,7 +122,13 @@ class _Choice:
     def _choice(
         self, delta: Mapping[str, Any] | str, reason: str | None = None, tokens: Sequence[Scored] = ()
     ) -> dict[str, Any]:
-        """Return one entry of ``choices`` in the form of the API."""
+        """Return one entry of ``choices`` of a streamed chat or completion.
+
+        Args:
+            delta: what it adds: a chat's delta, or a completion's text.
+            reason: the finish reason; ``None`` before the end.
+            tokens: the tokens whose log-probabilities it has.
+        """
         scores: dict[str, Any] | None = None
         if tokens and self._texts:
             content, columns = logprobs.content, logprobs.columns
@@ -140,14 +154,16 @@ class _UsageSoFar:
         self._is_turn, self._new = not parsed.prompts, 0
 
     def take(self, event: Event) -> None:
-        """Count the token of an event."""
+        """Count the new token of an event, if it has one, and, in a session's turn, the length of its prompt."""
         self._new += event.token_id is not None
         if self._is_turn and event.prompt_tokens:
             self._prompts[event.id] = event.prompt_tokens
 
     @property
     def shown(self) -> dict[str, int] | None:
-        """Return the numbers as the API shows them; ``None`` if the prompt is not known."""
+        """Return the tokens of prompts, the new ones so far, and their sum, by OpenAI's names; ``None`` before the
+        prompt of a session's turn is known.
+        """
         prompt = sum(self._prompts.values())
         new = {"completion_tokens": self._new, "total_tokens": prompt + self._new}
         return {"prompt_tokens": prompt, **new} if self._prompts else None
@@ -156,8 +172,9 @@ class _UsageSoFar:
 async def answer_chunks(
     parsed: ParsedRequest, run: Run, *, model: str, served: ServedModel, prompts: list[str], options: StreamOptions
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """Run the requests of an answer and yield its chunks, after an empty one (for `begun`) once the first request has
-    a row.
+    """Run the requests of an answer, and yield the chunks of its stream.
+
+    The first chunk is empty, and is no part of the stream: it tells `begun` that the first request has a row.
 
     Args:
         parsed: the request that is answered.
@@ -165,7 +182,7 @@ async def answer_chunks(
         model: the model's name.
         served: decodes tokens.
         prompts: texts that are echoed, one for each request; empty: no echo.
-        options: say whether the last chunk, or each chunk, has the numbers of tokens.
+        options: say whether a last chunk, and each one before it, has the numbers of tokens.
 
     Raises:
         RefusalError: see `RequestQueue.run`.
@@ -186,6 +203,7 @@ async def answer_chunks(
                     yield {}  # `begun` takes it: the request was not refused
                     for index, choice in enumerate(choices):
                         if prompts or parsed.is_chat:
+                            # its own prompt, or no argument without an echo
                             yield head.chunk([choice.first(*prompts[index : index + 1])], **more())
                     continue
                 index, event = item
@@ -204,9 +222,8 @@ async def answer_chunks(
 
 
 async def _memories(parsed: ParsedRequest, results: Sequence[Result], served: ServedModel) -> dict[str, Any]:
-    """Return the field of an answer that says what each text's memory held at its end, if that is asked for.
-
-    A text that ended without a row has ``None``.
+    """Return the field ``memory`` of an answer: for each result, in order, what its memory held at its end (see
+    `ServedModel.shown`), or ``None`` if it ended without a row. Return an empty dictionary unless the body asks for it.
     """
     if not parsed.requests[0].return_memory:  # all requests of a body have the same options
         return {}
@@ -297,15 +314,17 @@ class GenerateRoutes:
         return EventStream(request, ready, ping_s=settings.ping_s, write_s=settings.read_timeout_s, headers=told)
 
     def _told(self, streams: Sequence[AsyncEvents]) -> dict[str, str]:
-        """Return a header that says why a conversation was read anew though its client only left out messages; none if
-        no request was.
+        """Return a header, name → value, that says why a conversation was read anew though its client only left out
+        messages; an empty dictionary if none of the requests was. Ask when the requests are in the engine.
         """
         numbers = [stream.number for stream in streams if stream.number is not None]
         why = next(filter(None, map(self._served.engine.read_anew, numbers)), "")
         return {READ_ANEW: why} if why else {}
 
     def _whole(self, parsed: ParsedRequest, results: list[Result]) -> dict[str, Any]:
-        """Return the JSON body of an answer that is not streamed."""
+        """Return the JSON body of an answer that is not streamed: OpenAI's, with echoes if they are asked for, and
+        kvkeep's numbers in ``usage``.
+        """
         if parsed.scores_only:  # the engine has drawn a token, and none was asked for
             nothing: dict[str, Any] = {"token_ids": (), "text": "", "logprobs": (), "finish_reason": "length"}
             results = [dataclasses.replace(result, **nothing) for result in results]
@@ -323,7 +342,11 @@ class GenerateRoutes:
         return {**answer, "usage": usage_of(results, parameters.n)}
 
     def _echoes(self, parsed: ParsedRequest) -> list[str]:
-        """Return the text of each request's prompt; an empty list unless the body asks for echoes."""
+        """Return the prompt, as text, of each request, in the requests' order; an empty list unless the body asks for
+        echoes.
+
+        A prompt of token ids, or one that was cut, is decoded.
+        """
         if not parsed.echo:
             return []
         # a prompt that was cut is shown as it was read

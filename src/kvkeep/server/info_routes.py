@@ -38,8 +38,8 @@ class InfoRoutes:
 
     @property
     def _longest(self) -> int | None:
-        """Return the most tokens of a prompt and its answer together: the server's limit, or the model's; ``None``:
-        unknown.
+        """Return the most tokens of a prompt and its answer together: the server's limit if it has one, otherwise the
+        positions that the model was trained for; ``None`` if neither is known.
         """
         return self._settings.max_model_len or self._served.max_model_len
 
@@ -73,7 +73,7 @@ class InfoRoutes:
         return reply({"version": __version__})
 
     async def tokenize(self, request: Request) -> Response:
-        """Answer with the tokens of a text or a conversation."""
+        """Answer with the token ids of a text or a conversation, their number, and the server's limit of tokens."""
         body = await body_of(request, TokenizeBody, self._settings)
         ids, unread = await in_thread(lambda: self._ids(body))
         note_ignored(request, unread)
@@ -101,7 +101,9 @@ class InfoRoutes:
         return reply({**kind, **texts})
 
     def _card(self, adapter: str | None) -> dict[str, Any]:
-        """Return the model with an adapter as an entry in the list of models."""
+        """Return the entry in the list of models for the model with an adapter, or, for ``None``, for the model
+        alone.
+        """
         length = {"max_model_len": self._longest}
         engine = self._served.engine
         own = {"policy": label(engine.policy), "budget": engine.budget, "rows": engine.rows}
@@ -116,12 +118,13 @@ class InfoRoutes:
         }
 
     def _ids(self, body: TokenizeBody) -> tuple[list[int], tuple[str, ...]]:
-        """Return the token ids of a body, and the names of its fields that have no effect.
+        """Return the token ids of a body's ``prompt`` or ``messages``, and the names of template variables in it that
+        the chat template does not read.
 
-        An empty prompt has no tokens.
+        Messages go through the chat template, a prompt does not. An empty prompt has no tokens, not even special ones.
 
         Raises:
-            InputError: there is not just one of prompt and messages.
+            KVKeepError: the body has both or neither, or messages that cannot be encoded.
         """
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
@@ -141,7 +144,7 @@ class InfoRoutes:
 
 
 def _plain(token: object) -> str | None:
-    """Return a special token as text; ``None`` stays ``None``."""
+    """Return a setting of a tokenizer, such as a special token, as text; ``None`` stays ``None``."""
     return None if token is None else str(token)
 
 
@@ -159,12 +162,12 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the routes of the page's files."""
+    """Add a route for each file of the chat page at ``/``. The OpenAPI document does not show them."""
     for path in PAGE_FILES:
         app.add_api_route(path, _show, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
 async def _show(request: Request) -> Response:
-    """Answer with the file of the page that the path names."""
+    """Answer with the file of the chat page that the path names; the path must be one of `PAGE_FILES`."""
     name, kind = PAGE_FILES[request.url.path]
     return Response(files("kvkeep.server").joinpath("assets", name).read_bytes(), headers=_HEADERS, media_type=kind)

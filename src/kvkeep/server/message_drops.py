@@ -30,19 +30,25 @@ class MessageFinder(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> dict[int, int]:
-        """Return how many of a conversation's tokens come before messages."""
+        """Return how many of a conversation's tokens come before each of the messages ``places``, index → tokens; an
+        index is left out where the chat template does not tell it.
+        """
 
 
 def message_drops(parameters: ParsedBody, body: Generating, served: MessageFinder) -> dict[str, Any]:
-    """Return the options of a request for ``drop_message`` and ``reposition`` of a chat's body.
+    """Return the options ``reposition`` and ``drops`` of an engine's request, made of ``reposition`` and
+    ``drop_message`` of a chat's body: which tokens leave the memory after which, and whether those behind them move up
+    (``None``: as the engine does). Without ``drop_message`` there are no ``drops``; a body that is no chat gets an
+    empty dictionary.
 
     Args:
         parameters: the parameters of the body.
-        body: a chat; others name no messages, and get no options.
+        body: the body.
         served: finds the tokens of messages.
 
     Raises:
-        KVKeepError: there is no such message, or it is not known which tokens are its own.
+        KVKeepError: there is no such message, it is dropped before it is read, or it is not known which tokens are its
+            own.
     """
     if not isinstance(body, ChatBody):
         return {}
@@ -60,16 +66,18 @@ def message_drops(parameters: ParsedBody, body: Generating, served: MessageFinde
 
 
 def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: int, served: MessageFinder) -> Drops:
-    """Return which spans of tokens are dropped, and after which tokens, for the messages that a body names.
+    """Return which spans of a conversation's tokens are dropped, and after how many tokens, for the messages that a
+    body names.
 
     Args:
         parameters: the parameters of the body.
         asked: index of a message → indexes of the messages that are dropped after it, as `_asked` returns them.
-        total: messages of the body.
+        total: messages of the body; one more, that tells of tools, may stand before them in the prompt.
         served: finds the tokens of messages.
 
     Raises:
-        KVKeepError: it is not known which tokens are their own.
+        KVKeepError: all messages are named, messages at more than 512 places, or one of whose tokens it is not known
+            which are its own.
     """
     messages = [message for message in parameters.prompts[0] if isinstance(message, dict)]
     told = int(len(messages) == total + 1 and messages[0]["role"] == "system")  # of tools, before all others
@@ -82,6 +90,7 @@ def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: in
         )
     # messages that go together, one behind the other, are one span
     runs = {after: spans([(place, place + 1) for place in places]) for after, places in asked.items()}
+    # the borders of what is dropped, and of what must be read before
     ends = {border for found in runs.values() for run in found for border in run} | {after + 1 for after in runs}
     if len(ends) > _MOST_PLACES:
         raise ParameterError(
@@ -105,7 +114,13 @@ def _drops(parameters: ParsedBody, asked: Mapping[int, Sequence[int]], total: in
 
 
 def _asked(given: Mapping[str, Sequence[int]] | Sequence[int] | None, total: int) -> dict[int, list[int]]:
-    """Return which messages are dropped after each message, all counted from the first one.
+    """Return which messages ``drop_message`` of a body drops after which: index of a message → indexes of those that
+    are dropped once it is read, all counted from the first one. It is empty if none is dropped.
+
+    Args:
+        given: such a mapping, with negative indexes counted from the end, or only the messages that are dropped after
+            the last one.
+        total: messages of the body.
 
     Raises:
         ParameterError: there is no such message, or one is to be dropped before it is read.
@@ -125,7 +140,12 @@ def _asked(given: Mapping[str, Sequence[int]] | Sequence[int] | None, total: int
 
 
 def _place(place: int, total: int, name: str) -> int:
-    """Return the index of a message, counted from the first one.
+    """Return the index of a message, counted from the first one also where it was given negative, from the end.
+
+    Args:
+        place: the index as it was given.
+        total: messages of the conversation.
+        name: the parameter, for errors.
 
     Raises:
         ParameterError: there is no such message.

@@ -45,7 +45,7 @@ class Refusals:
         self._count.labels(self._name, refusal.code or str(refusal.status)).inc()
 
     def text(self) -> str:
-        """Return all counters in Prometheus's text format."""
+        """Return all metrics of the registry, by default this counter alone, in Prometheus's text format."""
         return generate_latest(self._registry).decode()
 
 
@@ -59,7 +59,7 @@ class OpenSessions(Protocol):
 
     @property
     def running(self) -> int:
-        """Return the number of open sessions of which a turn runs or waits."""
+        """Return how many open sessions have a turn that runs or waits for a row."""
 
 
 class Metrics:
@@ -72,6 +72,7 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine, name: str, sessions: OpenSessions) -> None:
+        """Make a registry of Prometheus with all counters, histograms and gauges of one server, and of its process."""
         self._engine, self._name, self._sessions = engine, name, sessions
         # its own, since in the process's registry two servers of one process could not have the same names
         self._registry = CollectorRegistry(auto_describe=False)
@@ -108,7 +109,9 @@ class Metrics:
         return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def note(self, result: Result) -> None:
-        """Count a finished request in all counters and histograms."""
+        """Count a request that has ended, in any way, in all counters and histograms. A time or loss that its result
+        does not have is left out.
+        """
         new = len(result.token_ids)
         self._prompt.labels(self._name).inc(result.prompt_tokens)
         self._new.labels(self._name).inc(new)
@@ -134,7 +137,7 @@ class Metrics:
         self._refusals.note(refusal)
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
-        """Yield the current metrics as name, meaning and value."""
+        """Yield name, meaning and value of each gauge as it is now: of the engine's rows, and of sessions."""
         engine, rows = self._engine, max(1, self._engine.rows)  # a closed engine has none
         # more may run than there are rows: sequences that take turns count as running, too
         running, waiting = engine.n_running, engine.n_waiting
@@ -151,11 +154,13 @@ class Metrics:
         yield "kvkeep_session_disk_bytes", "Bytes of the files of sessions.", on_disk
 
     def _counter(self, name: str, text: str) -> Counter:
-        """Register a counter with the model's name as its label, and return it."""
+        """Register a new counter with the label ``model_name``, and return it. ``text`` is its meaning for users."""
         return Counter(name, text, (_LABEL,), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        """Register a histogram with the model's name as its label, and return it."""
+        """Register a new histogram with the label ``model_name``, and return it. ``text`` is its meaning for users, and
+        ``buckets`` are the upper bounds.
+        """
         return Histogram(name, text, (_LABEL,), registry=self._registry, buckets=buckets)
 
 
@@ -171,7 +176,9 @@ class _Gauges(Collector):
         self._read, self._model = read, model
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges, read now, as Prometheus families."""
+        """Read all gauges, and yield each as a family of Prometheus with one value; called whenever metrics are
+        shown.
+        """
         for name, text, value in self._read():
             family = GaugeMetricFamily(name, text, labels=(_LABEL,))
             family.add_metric((self._model,), value)

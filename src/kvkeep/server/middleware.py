@@ -44,8 +44,10 @@ class AuthMiddleware:
         self._open = (*OPEN, *PAGE_FILES) if settings.page else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the key and its limits, pass the request on or answer with a refusal, and log the request.
+        """Check where a request comes from, its key and the key's limits, its path and the type of its body; pass it on
+        to the application, or answer with a refusal; and log it at its end.
 
+        Later steps find the owner, an event that is set when the request ends, and the meter in ``scope["state"]``.
         Whatever is not HTTP is passed on at once.
         """
         if scope["type"] != "http":
@@ -88,14 +90,20 @@ class AuthMiddleware:
             _note(scope, owner, status, time.perf_counter() - start)
 
     def _check_source(self, scope: Scope, headers: Headers) -> None:
-        """Refuse a request that a foreign web page may have sent. One that a router sends on was checked there."""
+        """Refuse a request that a foreign web page may have sent: by its ``Host`` header, or by what browsers say of
+        the page. One that a router sends on was checked there, and is not checked again.
+
+        Raises:
+            RefusalError: it may have.
+        """
         if "meter" not in scope["state"]:  # `replay` puts one there for each request of a router
             self._settings.check_host(headers.get("host"), scope.get("server"))
             _check_page(scope, headers, self._origins)
 
     def _name_ignored(self, message: Message, scope: Scope) -> None:
-        """Add a header that names the request's unknown fields to the head of its answer, and log those seen for the
-        first time.
+        """Add to a message, if it is the head of an answer, a header that names up to 16 of the request's fields that
+        nobody knows, and log those that no request had before. Leave other messages, and answers without such fields,
+        alone.
         """
         ignored: Sequence[str] = scope["state"].get("ignored", ())
         if not ignored or message["type"] != "http.response.start":
@@ -108,9 +116,10 @@ class AuthMiddleware:
         message["headers"] = [*message["headers"], (IGNORED.lower().encode(), ", ".join(names).encode())]
 
     def _begun(self, scope: Scope, owner: str) -> Meter | None:
-        """Start counting a request that runs the model against the limits of its key, and return its meter.
+        """Begin to count a request that runs the model against the limits of its key, and return its meter, which is
+        also stored in ``scope["state"]``.
 
-        Return ``None`` for requests that run no model, and for one from a router, which has counted it itself.
+        Return ``None`` for one that runs no model, and for one that a router has sent on and counts itself.
 
         Raises:
             RefusalError: the key has used all that it may.
@@ -122,10 +131,11 @@ class AuthMiddleware:
 
 
 def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
-    """Refuse a request that a browser sends on behalf of a page of another origin.
+    """Refuse a request that a browser sends for a page of another origin that is not one of ``origins``. Programs that
+    are no browsers send none of the headers that tell, and pass.
 
     Raises:
-        RefusalError: the page is a foreign one, and may not call the server.
+        RefusalError: the page may not call the server.
     """
     origin, allowed = headers.get("origin"), "*" in origins
     if allowed or (origin is not None and origin in origins):
@@ -141,18 +151,20 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
 
 
 def _same_origin(origin: str, host: str | None) -> bool:
-    """Return whether the page that a request comes from was served by this server."""
+    """Return whether an ``Origin`` header, such as ``http://localhost:8000``, names the host and port of a ``Host``
+    header. The schemes' own ports may be left out on either side; the scheme itself is not compared.
+    """
     scheme, _, place = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme, "")  # browsers leave it out, and others need not
     return place != "" and place.removesuffix(port) == (host or "").lower().removesuffix(port)
 
 
 def _check_body(scope: Scope, headers: Headers) -> None:
-    """Refuse a body whose content type is not JSON. Browsers send other types for any page without asking the server
-    first.
+    """Refuse a request whose body has no content type, or one other than JSON, which browsers send for any page without
+    asking the server first. One without a body passes, and so does any GET, HEAD, OPTIONS or DELETE.
 
     Raises:
-        RefusalError: it has another content type, or none.
+        RefusalError: the body has another content type, or none.
     """
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return
@@ -180,14 +192,15 @@ def _check_path(scope: Scope) -> None:
 
 
 def _note(scope: Scope, owner: str, status: int, seconds: float) -> None:
-    """Log a request: client, owner, path, status and seconds.
-
-    Characters that could fake a log line are taken out of the path.
+    """Log a request that has ended: client, owner of the key, method, path, status (0: nothing was sent) and
+    seconds.
     """
-    client: Any = scope.get("client") or ("-",)
+    client: Any = scope.get("client") or ("-",)  # none on a unix socket
     log.info("%s %s %s %s %d %.3fs", client[0], owner, scope["method"], _shown(scope), status, seconds)
 
 
 def _shown(scope: Scope) -> str:
-    """Return the path with unprintable characters replaced, so that it cannot fake a line of the log."""
+    """Return the first 200 characters of a request's path, with "?" for each that is not printable, so that it cannot
+    fake a line of the log.
+    """
     return "".join(character if character.isprintable() else "?" for character in str(scope["path"])[:200])

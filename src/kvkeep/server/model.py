@@ -45,7 +45,9 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the number of positions that the model was trained for; ``None`` if unknown."""
+        """Return the number of positions that the model was trained for; ``None`` if unknown. It is no limit of the
+        server.
+        """
         return self.checkpoint.trained_length
 
     @property
@@ -56,7 +58,9 @@ class ServedModel:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Return the number of characters of the longest token, by which `encode` refuses a text before reading it."""
+        """Return the number of characters of the vocabulary's longest token, by which `encode` refuses long texts
+        unread.
+        """
         return max(map(len, self.checkpoint.tokenizer.get_vocab()))
 
     def encode(
@@ -68,17 +72,19 @@ class ServedModel:
         bounded: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt. A text and messages go through the chat template; token ids are checked.
+        """Return the token ids of a prompt. A text and messages go through the chat template; token ids are only
+        checked.
 
         Args:
-            prompt: a text, token ids, or messages.
+            prompt: a text, token ids, or messages, one at least.
             tools: functions of which the chat template tells the model.
             raw: take a text as it is, without the chat template.
-            bounded: refuse a prompt that is too long at a glance, before it is tokenized.
+            bounded: refuse a text or messages that are too long by their characters alone, before they are tokenized.
+                Tokens are not counted.
             template: more arguments of `kvkeep.models.tokenization.encode_chat`, or of `encode` for a text.
 
         Raises:
-            KVKeepError: the prompt cannot be encoded.
+            KVKeepError: the prompt cannot be encoded, or is too long at a glance.
         """
         if bounded:
             self._check_length(prompt)
@@ -106,7 +112,8 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> Spans:
-        """Return the spans of a conversation's tokens that hold some of its messages; none without a chat template.
+        """Return the spans of a conversation's tokens that are some of its messages; ``()`` without a chat template, or
+        without such messages. With the first message, they begin at position 0.
 
         Args:
             prompt: messages; a text or token ids have no spans.
@@ -115,7 +122,8 @@ class ServedModel:
             template: more arguments of `kvkeep.models.tokenization.encode_chat`.
 
         Raises:
-            InputError: see `kvkeep.models.message_tokens.message_spans`; or there is no such message.
+            InputError: see `kvkeep.models.message_tokens.message_spans`; or there is no such message, or special tokens
+                are added before the template's.
         """
         messages = [] if isinstance(prompt, str) else [message for message in prompt if isinstance(message, dict)]
         chosen = system_places(messages) if places is None else sorted({_place(place, messages) for place in places})
@@ -139,16 +147,18 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> dict[int, int]:
-        """Return how many of a conversation's tokens come before messages, where the chat template tells it.
+        """Return how many of a conversation's tokens come before some of its messages: index → tokens. An index is left
+        out where the chat template does not tell it.
 
         Args:
             messages: the conversation.
-            places: indexes of messages; ``len(messages)`` is the answer.
+            places: the indexes; ``len(messages)`` is the answer that follows.
             tools: functions of which the chat template tells the model.
             template: more arguments of `kvkeep.models.tokenization.encode_chat`.
 
         Raises:
-            InputError: see `kvkeep.models.message_tokens.message_starts`.
+            InputError: see `kvkeep.models.message_tokens.message_starts`; or there is no chat template, or special
+                tokens are added before it.
         """
         given = dict(template or {})
         if self.checkpoint.tokenizer.chat_template is None or given.pop("add_special_tokens", False):
@@ -157,20 +167,26 @@ class ServedModel:
         return message_starts(self.checkpoint, messages, places, tools, variables)
 
     def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
-        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
+        """Return whether the engine can pin tokens: they take at most the share ``share`` of the budget, and the policy
+        evicts tokens and can keep these. For ``None``, the engine's own policy and budget count.
+
+        Raises:
+            KVKeepError: there is no such policy, or the budget is out of range.
+        """
         return self.engine.can_pin(pins, policy=policy, budget=budget, share=share)
 
     def reads(self, variable: str) -> bool:
-        """Return whether the chat template reads a variable."""
+        """Return whether the model's chat template reads a variable of this name."""
         return reads(self.checkpoint.tokenizer, variable)
 
     def _check_length(self, prompt: Prompt) -> None:
-        """Refuse a text that must be too long by its characters alone, before the slow tokenizer sees it.
+        """Refuse a text or messages that have more characters than the server's longest prompt could, were each token
+        the longest one; so that the slow tokenizer does not see them.
 
-        Without a limit check nothing; token ids count as no text.
+        Check nothing without a limit of the server; token ids pass.
 
         Raises:
-            InputError: the text is that long.
+            InputError: there are more.
         """
         if self.longest is None:
             return
@@ -199,18 +215,23 @@ class ServedModel:
         return list(ids)
 
     def text_of(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Return the text of tokens, with special tokens unless ``special`` is false."""
+        """Return the text of token ids, with special tokens unless ``special`` is false."""
         return str(self.checkpoint.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
-        """Return the decoder of single tokens."""
+        """Return what decodes single tokens, for log-probabilities; made once, since it remembers tokens."""
         return TokenTexts(self.checkpoint.tokenizer)
 
     def shown(self, memory: HeldTokens, budget: int) -> dict[str, Any]:
-        """Return what a memory holds as the API shows it: positions, the share of KV heads that hold each, and texts.
+        """Return what a memory holds as the API shows it: each position that any head of any layer holds, the share of
+        all those heads that hold it, and its token's text; with the pins, and the number of tokens seen.
 
         It takes as long as decoding all held tokens, so call it in a thread.
+
+        Args:
+            memory: the memory.
+            budget: its budget, which is only shown.
         """
         ids, heads = memory.token_ids, sum(len(layer) for layer in memory.positions)
         # torch joins no empty list, and before its first turn a session has no layers
@@ -233,7 +254,7 @@ class ServedModel:
 
 
 def _place(place: int, messages: Sequence[object]) -> int:
-    """Return the index of a message, counted from the beginning.
+    """Return the index of a message, counted from the first one also where it was given negative, from the end.
 
     Raises:
         InputError: there is no such message.
@@ -282,8 +303,8 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
 
 
 def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
-    """Return the text that the chat template makes of a conversation with a tool; empty if there is no template, or
-    it refuses tools.
+    """Return the text that the chat template makes of a conversation with the probe's tool; empty if there is no
+    template, or it fails with tools.
     """
     if checkpoint.tokenizer.chat_template is None:
         return ""
@@ -294,14 +315,16 @@ def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
 
 
 def _writes(form: ToolForm, text: str) -> bool:
-    """Return whether a text contains the probe's tool call in this form."""
+    """Return whether a text contains a call of the probe's tool as this form writes calls, with the mark only where the
+    form needs it.
+    """
     marks = [form.mark] if form.needs_mark else [""]
     return any(f"{mark}{begin}{_NAME}{form.middle}{{" in text for mark in marks for begin in form.opens)
 
 
 def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
-    """Return the id of the special token that marks a call in this form; ``None`` if the mark is no special token, or
-    stands between two calls as well.
+    """Return the id of the special token with which calls of this form begin, so that texts do not show it; ``None`` if
+    the model has no such special token, or if the mark stands between two calls as well.
     """
     # texts of answers do not show special tokens, and what stands between two calls is read from the text
     if form.next is not None and form.mark in form.next:

@@ -20,10 +20,12 @@ class Meter(Protocol):
     """Is told of what one request uses."""
 
     def spend(self, tokens: int) -> None:
-        """Count tokens that were read or written."""
+        """Count tokens that the request has read or written since the last call; the number may be negative, a
+        correction.
+        """
 
     def end(self) -> None:
-        """Stop counting the request as waiting or running. Further calls do nothing."""
+        """Note that the request neither waits nor runs any more. Further calls do nothing."""
 
 
 class RateLimits:
@@ -47,10 +49,14 @@ class RateLimits:
         self.refused: list[Callable[[RefusalError], object]] = []
 
     def begin(self, owner: str) -> Meter:
-        """Count a new request of a key, and return its meter; refuse it if the key is at a limit.
+        """Count a new request as one that waits or runs, and return its meter; whoever gets that must end it. Refuse a
+        request of a key at a limit, and tell the listeners in ``refused``.
+
+        Args:
+            owner: the owner of the request's key.
 
         Raises:
-            RefusalError: the key has used all that it may.
+            RefusalError: the key has as many requests, or has used as many tokens, as it may.
         """
         if (refusal := self._refusal(owner)) is not None:
             for told in self.refused:
@@ -60,18 +66,22 @@ class RateLimits:
         return _Counted(self, owner)
 
     def spend(self, owner: str, tokens: int) -> None:
-        """Add tokens to those that a key has used; do nothing without a limit."""
+        """Add tokens to those that count against the key of an owner; do nothing if the server has no limit of
+        tokens.
+        """
         if self._tokens is not None:
             self._spent[owner] = self._used(owner) + tokens, self._clock()
 
     def end(self, owner: str) -> None:
-        """Count a request of a key as ended."""
+        """Count one request fewer of an owner's key as waiting or running. Each request must be ended once."""
         self._active[owner] -= 1
         if not self._active[owner]:
             del self._active[owner]
 
     def _refusal(self, owner: str) -> RefusalError | None:
-        """Return the refusal of a new request of this key; ``None`` if the request may begin."""
+        """Return the refusal of a new request of an owner's key, for its requests or its tokens; ``None`` if the
+        request may begin. Nothing is counted.
+        """
         if self._requests is not None and self._active.get(owner, 0) >= self._requests:
             return _refused(f"This key has {self._requests} requests running, the most that it may.", "key_requests", 1)
         if self._tokens is not None and (over := self._used(owner) - self._tokens) >= 0:
@@ -80,8 +90,8 @@ class RateLimits:
         return None
 
     def _used(self, owner: str) -> float:
-        """Return how many tokens count against a key now. Tokens stop counting evenly over a minute, as in a leaky
-        bucket.
+        """Return how many tokens count against an owner's key now. They become fewer at an even rate, the limit per
+        minute, as in a leaky bucket; at least 0.
         """
         used, when = self._spent.get(owner, (0.0, 0.0))
         return max(0.0, used - (self._clock() - when) * (self._tokens or 0) / 60)
@@ -114,8 +124,12 @@ class Spending:
         self._told: defaultdict[int, int] = defaultdict(int)
 
     def note(self, place: int, event: Event) -> None:
-        """Report the tokens of an event to the meter. The last event of a request corrects their sum to the
-        result's.
+        """Report to the meter the tokens that an event's step has read and written. The last event of a request
+        corrects their sum to that of its result.
+
+        Args:
+            place: the index of the request among those of the meter.
+            event: the event.
         """
         new = event.read_tokens + (event.token_id is not None)
         if event.result is not None:
@@ -125,10 +139,12 @@ class Spending:
 
 
 def _all(result: Result) -> int:
-    """Return how many tokens a request has read and written, without those of its prompt that were not read again."""
+    """Return how many tokens a request has read and written. Those of its prompt that a memory had already do not
+    count.
+    """
     return result.prompt_tokens - result.cached_tokens + len(result.token_ids)
 
 
 def _refused(message: str, code: str, wait: int) -> RefusalError:
-    """Return a refusal with status 429 that says when to try again."""
+    """Return a refusal with status 429 that says, in its message and in a header, to try again in ``wait`` seconds."""
     return RefusalError(429, f"{message} Try again in {wait} s.", code=code, headers={"Retry-After": str(wait)})

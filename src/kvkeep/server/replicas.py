@@ -35,17 +35,25 @@ class Replicas(Protocol):
     """The replicas of a server."""
 
     def here(self) -> Mapping[str, int]:
-        """Return the replicas that take requests, each with its number of rows (0 while that is not known)."""
+        """Return the replicas that take requests now: name → its number of rows (0 while that is not known)."""
 
     def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
-        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
+        """Send a request to a replica, and yield the ASGI messages of its answer. To the replica, closing the generator
+        means that the client has left.
 
         Raises:
-            LostError: the replica has ended, with the request or before it had it.
+            LostError: the replica has ended; ``reached`` says whether it had the request.
         """
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Ask a replica whether it holds the session or the answer (``kind``) of an owner with a name.
+        """Ask a replica whether it has, open in its own process, the session or the stored answer of an owner with a
+        name.
+
+        Args:
+            replica: the replica.
+            kind: `SESSION` or `RESPONSE`.
+            owner: the owner of the key.
+            name: the name.
 
         Raises:
             LostError: the replica has ended.
@@ -75,7 +83,9 @@ class Received:
 
     @property
     def scope(self) -> Scope:
-        """Return the request's ASGI scope, as an application takes it."""
+        """Return a new ASGI scope of the request, with which an application can be called. Its body is not part of
+        it.
+        """
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -129,15 +139,18 @@ class _Away:
         self._untold = Used(self._untold.tokens, ended=True)
 
     def send(self, message: Message) -> None:
-        """Send a message to the router, with the use that has not been reported yet."""
+        """Send a message of the answer to the router, with the use of the request, if any, that was not reported
+        yet.
+        """
         if self._untold != Used():
             message, self._untold = {**message, USED: self._untold}, Used()
         self._put(message)
 
 
 async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
-    """Run an application on a request, and yield the messages of its answer. Closing the generator counts as the
-    client's leaving.
+    """Run an application on a request that was received elsewhere, and yield the ASGI messages of its answer, in which
+    its use travels to the router's meter as well (see `USED`). Closing the generator tells the application that the
+    client has left, and cancels it. What the application raises is raised.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
@@ -165,8 +178,8 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
 
 
 def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers that are forwarded with a request: lower-case names, without those of the connection
-    itself.
+    """Return the headers that a router forwards with a request: names in lower case, without those that concern only
+    the connection to the router.
     """
     dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in dropped)
@@ -202,18 +215,20 @@ class PlacementRequest:
 
 
 def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> PlacementRequest:
-    """Return what a request needs of its replica, judging by its path and body.
+    """Find out from a request's path and body what it needs of its replica: a session or answer that one holds, the
+    name of a session that it makes, beginnings of its prompt, and rows.
 
     Whatever is wrong with the body is ignored here; the replica reports it.
 
     Args:
         method, path, body: of the request.
-        prefixes: whether to compute fingerprints of the prompt's beginnings.
+        prefixes: whether to compute fingerprints of the prompt's beginnings; without, ``beginnings`` is empty.
     """
     parts = [part[:_LONGEST] for part in path.strip("/").split("/")]
     fresh = _text(body, "id")
     if parts[:2] == ["v1", "sessions"]:
         if len(parts) == 2:
+            # also as held: the replica that has a session of this name refuses another
             return PlacementRequest() if fresh is None else PlacementRequest(held=(SESSION, fresh), fresh=fresh)
         return PlacementRequest(held=(SESSION, parts[2]), fresh=fresh if parts[3:] == ["fork"] else None)
     if parts[:2] == ["v1", "responses"]:
@@ -228,10 +243,12 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
-    """Return hashes of a prompt's beginnings in steps of 512 characters, the longest first; none for a shorter prompt.
+    """Return hashes of the beginnings of a body's prompt or messages, of 512 characters, 1024 and so on, up to 64 of
+    them, the longest first; none for a shorter prompt.
 
     The policy and the budget are part of each hash, since only prompts under the same ones share memory.
     """
+    # of a chat, a completion, and /v1/responses
     prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), "")
     text = prompt if isinstance(prompt, str) else _written(prompt)
     running, digests = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
@@ -243,7 +260,9 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
 
 
 def _written(prompt: object) -> str:
-    """Return a prompt as JSON text, cut behind the longest prefix that is hashed."""
+    """Return a prompt of messages, texts or token ids as JSON text, message by message, of which two prompts that begin
+    alike have a common beginning. It ends soon after the longest beginning that is hashed.
+    """
     text = ""
     for message in prompt if isinstance(prompt, list) else [prompt]:
         text += f"{json.dumps(message)}, "
@@ -253,14 +272,17 @@ def _written(prompt: object) -> str:
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
-    """Return a field of a body if it is a short string, as names are; else ``None``."""
+    """Return a field of a body if it is a string of at most 128 characters, as names are; else ``None``."""
     value = body.get(name)
     return value if isinstance(value, str) and len(value) <= _LONGEST else None
 
 
 def _rows(body: Mapping[str, Any]) -> int:
-    """Return the number of rows that a body needs: one for each choice of each prompt."""
+    """Return how many rows of the engine a body needs: one for each of the ``n`` choices of each prompt. A wrong ``n``
+    counts as 1.
+    """
     n, prompt = body.get("n"), body.get("prompt")
+    # a list of numbers is one prompt of token ids
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts  # a replica refuses any other n
 
@@ -280,9 +302,12 @@ class Places:
         self._count = itertools.count(1)
 
     def find(self, key: Key, here: Mapping[str, int]) -> str | None:
-        """Return the replica known to hold a session or an answer; ``None`` if none is known, or it has ended.
+        """Return the replica that is known to hold a session or an answer; ``None`` if none is known, or if it is not
+        among the replicas that take requests. What is found is forgotten last.
 
-        This counts as a use.
+        Args:
+            key: the session or answer.
+            here: the replicas that take requests.
         """
         holder = self._known.get(key)
         if holder is None or holder not in here:
@@ -291,20 +316,26 @@ class Places:
         return holder
 
     def note(self, key: Any, replica: str) -> None:
-        """Remember which replica holds something, and forget what was not used for longest."""
+        """Remember which replica holds a session, an answer, or the beginning of a prompt. Beyond 65536 entries, those
+        not used for longest are forgotten.
+
+        Args:
+            key: a `Key`, or the hash of a beginning.
+            replica: the replica.
+        """
         self._known[key] = replica
         self._known.move_to_end(key)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """Forget which replica holds something."""
+        """Forget which replica holds a session or an answer; do nothing if that is not known."""
         self._known.pop(key, None)
 
     @contextmanager
     def made(self, key: Key, replica: str) -> Iterator[bool]:
-        """Reserve the name of a session while a replica makes it. Yield ``False`` if another replica is making one of
-        that name.
+        """Reserve the name of a session for a replica while it makes it, until the context ends. Yield whether that is
+        so: ``False`` if another replica is making a session of that name; then nothing is reserved.
         """
         mine = self._makers.setdefault(key, replica) == replica
         self._making[key] += mine
@@ -316,12 +347,16 @@ class Places:
                 del self._making[key], self._makers[key]
 
     def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
-        """Choose a replica for a request that can run anywhere: one that has read the prompt's beginning and has a
-        free row, else the emptiest.
+        """Choose a replica for a request that can run anywhere: the one that has read the longest known beginning of
+        its prompt, if it has a free row, otherwise the one with the smallest share of busy rows.
 
-        The replica is stored as the holder of the prompt's beginnings.
+        The choice is remembered as the holder of all the prompt's beginnings. No row is counted as busy, see `taken`.
+
+        Args:
+            wish: the request.
+            here: the replicas that take requests, one at least, with their rows.
         """
-        # of equally busy ones the one that was chosen longest ago
+        # of equally busy ones the one that was chosen longest ago; 0 rows are not known yet, and count as one
         emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
         warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
         # a request that waits for a row takes longer than one that reads its prompt
@@ -333,7 +368,7 @@ class Places:
 
     @contextmanager
     def taken(self, replica: str, rows: int) -> Iterator[None]:
-        """Count rows of a replica as busy until the context ends."""
+        """Count this many more rows of a replica as busy until the context ends. Nothing is refused."""
         self.busy[replica] += rows
         try:
             yield

@@ -40,7 +40,7 @@ class BodyEncoder(Protocol):
 
     @property
     def tool_use(self) -> ToolUse:
-        """Return the form in which the model writes calls of tools."""
+        """Return how the model uses tools: the form of its calls, and whether its chat template tells it of tools."""
 
     def encode(
         self,
@@ -51,7 +51,7 @@ class BodyEncoder(Protocol):
         bounded: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of a prompt; see `kvkeep.server.model.ServedModel.encode`."""
 
     def message_pins(
         self,
@@ -61,7 +61,9 @@ class BodyEncoder(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> Spans:
-        """Return the spans of a conversation's tokens that hold some of its messages; ``None``: the system's."""
+        """Return the spans of a conversation's tokens that are the messages with the indexes ``places``; for ``None``
+        the system messages.
+        """
 
     def message_starts(
         self,
@@ -71,10 +73,14 @@ class BodyEncoder(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> dict[int, int]:
-        """Return how many of a conversation's tokens come before messages."""
+        """Return how many of a conversation's tokens come before each of the messages ``places``, index → tokens; an
+        index is left out where the chat template does not tell it.
+        """
 
     def can_pin(self, pins: Spans, *, policy: str | Policy | None, budget: int | None, share: float) -> bool:
-        """Return whether pins take at most a share of a budget, and its policy evicts and can hold them."""
+        """Return whether pins take at most the share ``share`` of a budget, and a policy evicts tokens and can keep
+        these. For ``None``, the engine's own policy and budget count.
+        """
 
 
 @dataclass(frozen=True)
@@ -99,27 +105,27 @@ class ParsedRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether the answer is a chat's."""
+        """Return whether the body is a chat's; otherwise it is a completion's."""
         return self.parameters.url == CHAT
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether log-probabilities are asked for."""
+        """Return whether the body asks for log-probabilities of tokens."""
         return "logprobs" in self.parameters.options
 
 
 def parse_request(
     url: str, body: Generating, served: BodyEncoder, settings: ServerSettings, owner: str = ""
 ) -> ParsedRequest:
-    """Parse the body of a chat or a completion into requests to the engine. Tokenizing takes time, so call it in a
-    thread.
+    """Parse the body of a chat or a completion, but no session's turn, into requests to the engine: ``n`` for each
+    prompt, tokenized and checked. Tokenizing takes time, so call it in a thread.
 
     Args:
         url: the route.
         body: the body.
         served: encodes prompts.
         settings: of the server.
-        owner: whose conversation a chat is; ``""``: nobody's.
+        owner: the owner of the key, for whom the memory of a chat is kept for its next turn; ``""``: it is not kept.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
@@ -158,13 +164,14 @@ def parse_request(
 
 
 def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, Any]:
-    """Return the options by which the memory of a chat's request is kept, so that the next turn goes on from it; none
-    if no session can keep it.
+    """Return the options of an engine's request by which the memory of a chat is kept as a session, with its messages,
+    so that the client's next request, with the whole conversation, goes on from it. They are empty if no session can
+    keep it.
 
     Args:
         owner: the owner of the key; ``""``: nothing is kept.
-        user: whom of those behind the key the body names; ``None``: nobody.
-        parameters: the parameters of its body.
+        user: ``user`` in the body, by which those behind one key are told apart; ``None``: not given.
+        parameters: the parameters of the body.
     """
     if (name := conversation_name(owner)) is None:
         return {}
@@ -175,8 +182,8 @@ def kept_by(owner: str, user: str | None, parameters: ParsedBody) -> dict[str, A
 
 
 def conversation_name(owner: str) -> str | None:
-    """Return a new random name for the session that keeps a chat of an owner; ``None`` for the owner ``""``, and if no
-    session can have such a name.
+    """Return a new random name, with the owner's in front, for the session that keeps a chat; ``None`` for the owner
+    ``""``, and if the owner's name makes it no name of a file.
     """
     name = full_name(owner, f"{CONVERSATION}{secrets.token_hex(12)}")
     try:
@@ -186,18 +193,21 @@ def conversation_name(owner: str) -> str | None:
 
 
 def digest(word: str | None) -> str:
-    """Return a hash of a client's word, which may be long or a secret; an empty text for ``None`` and for ``""``."""
+    """Return 32 hexadecimal digits of a hash of a client's word, which may be long or a secret; ``""`` for ``None`` and
+    for ``""``.
+    """
     return hashlib.sha256(word.encode("utf-8", "surrogatepass")).hexdigest()[:32] if word else ""
 
 
 def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, *, session: Session) -> ParsedRequest:
-    """Parse the body of a chat into the next turn of a session.
+    """Parse the body of a chat into the next turn of a session, as one request with messages that the session appends;
+    they are tokenized only when the turn runs. The session is not changed.
 
     Args:
         body: the body.
         served: counts the tokens of the messages.
         settings: of the server.
-        session: the conversation so far.
+        session: the session, whose policy, budget and adapter apply.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or belongs to the session and not to a turn.
@@ -232,8 +242,14 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
 
 
 def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
-    """Read a body as OpenAI's parameters. Also return whether the answer echoes its prompts, and whether it has no
-    new token.
+    """Return the parameters of a body, checked; whether its answer begins with the prompt (``echo``); and whether it
+    asks for the scores of the prompt alone: ``echo`` with ``max_tokens`` 0, which is read as 1.
+
+    Args:
+        url: the route.
+        body: the body.
+        served: tells how the model uses tools.
+        tells: whether the model is told of tools; otherwise it knows them from an earlier turn.
 
     Raises:
         ParameterError: ``stream_options`` are given without ``stream``, or a parameter cannot be honoured.
@@ -249,20 +265,27 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 
 
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
-    """Return the sampling parameters that apply where a body says nothing: OpenAI's defaults, and a random seed."""
+    """Return the sampling parameters that apply where a body says nothing: temperature 1, a new random seed, and as
+    many new tokens as the server's setting says for a chat or for -1, and 16 for a completion. What the body says is
+    not in them.
+    """
     most = settings.max_new_tokens if parameters.url == CHAT or parameters.unbounded else _FEW
     # 62 bits, as a seed is less than 2**63
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
 def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
-    """Return the sampling parameters with ``max_new_tokens`` limited to what the server's length limit leaves after
-    the prompt.
+    """Return default sampling parameters with at most as many ``max_new_tokens`` as the server's length limit leaves
+    behind the prompt; without a limit, unchanged.
 
-    Without a limit of the server, return them as they are.
+    Args:
+        sampling: the defaults.
+        parameters: the parameters of the body, whose own number of new tokens must fit.
+        tokens: length of the prompt, with the conversation before it.
+        settings: of the server.
 
     Raises:
-        InputError: the prompt is too long, or more new tokens are asked for than there are positions.
+        InputError: the prompt leaves no room for a token, or not for as many as the body asks for.
     """
     most = settings.max_model_len
     if most is None:
@@ -276,12 +299,13 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a body's fields of kvkeep's own (``keep_ratio`` as a budget, pins, guard, ``keep_prompt``,
-    ``return_memory``) as options of a request. The policy is checked, but is none of them.
+    """Return those of kvkeep's own fields that a body has as options of an engine's request: ``keep_ratio`` as a
+    budget, pins, guard, ``keep_prompt``, ``return_memory``. The policy is checked, but neither it nor ``budget`` is
+    among them.
 
     Args:
         body: the body.
-        ids: the prompt, of which ``keep_ratio`` is a share.
+        ids: token ids of the prompt, of whose number ``keep_ratio`` is a share.
 
     Raises:
         KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
@@ -312,17 +336,20 @@ def message_pins(
     own: Mapping[str, Any],
     tokens: int | None = None,
 ) -> Spans:
-    """Return the pins of a conversation: those of the body, its messages that the body names, and the system's.
+    """Return the spans of a conversation's tokens that are never evicted: the pins of its body, messages that the body
+    names, and system messages, if the body asks for that or they may be pinned unasked. Of a completion, and of a
+    prompt that is cut, they are the body's pins alone.
 
-    System messages are pinned unasked if they take at most a quarter of the budget and the policy can hold all pins.
+    System messages are pinned unasked, if the server does so, where they take at most a quarter of the budget, and the
+    policy can keep all pins.
 
     Args:
         parameters: the parameters of the body.
-        body: a chat; others name no messages.
+        body: the body if it is a chat; others name no messages.
         served: finds the tokens of messages.
         settings: say whether system messages are pinned unasked.
         own: the body's ``pins``, ``policy`` and ``budget``.
-        tokens: length of the prompt, if it is known.
+        tokens: length of the prompt, at which messages' pins are cut; ``None``: not known, nothing is cut.
 
     Raises:
         KVKeepError: a message that the body names cannot be pinned.
@@ -352,7 +379,12 @@ def message_pins(
 
 
 def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
-    """Build one request of a body. Options in ``wishes`` win over those of the body's parameters.
+    """Build one request to the engine.
+
+    Args:
+        parameters: the parameters of the body.
+        defaults: sampling parameters, where the body has none.
+        wishes: further options of the request, which win over those of the body.
 
     Raises:
         KVKeepError: an option is out of range, in the words of the body.
@@ -380,16 +412,17 @@ def sampling_request(
     before: int,
     cache: Mapping[str, Any],
 ) -> tuple[ParsedBody, Request]:
-    """Read a body whose parameters have other names as if it were a chat's, and build its request.
+    """Read the body of ``/v1/responses`` under a chat's names of its parameters, and return these parameters, checked,
+    and its request: a turn with messages that are tokenized when it runs.
 
     Args:
         served: counts the tokens of the messages.
         fields: the parameters by a chat's names; ``None`` is no value.
         settings: of the server.
         names: the name of a parameter in ``fields`` → its name in the body.
-        own: options of kvkeep.
-        before: tokens of the conversation so far.
-        cache: the body's policy and budget.
+        own: the body's own options of kvkeep, as `own_options` returns them, for the request.
+        before: tokens of the conversation so far; 0: this turn is the first, so its system messages may be pinned.
+        cache: the body's ``policy`` and ``budget``, by which it is decided whether they are.
 
     Raises:
         KVKeepError: a parameter is out of range, in the words of the body.
@@ -412,13 +445,15 @@ def sampling_request(
 
 
 def _conversation(parameters: ParsedBody) -> dict[str, Any]:
-    """Return the messages of a turn, and the tools that the chat template describes, as options of a request."""
+    """Return a chat's messages, the tools that the chat template describes, and the template's further arguments as
+    options of a session's turn.
+    """
     return {"messages": parameters.prompts[0], "tools": parameters.described, **parameters.template}
 
 
 def _counted(parameters: ParsedBody, served: BodyEncoder, settings: ServerSettings) -> int:
-    """Return the number of tokens of a turn's messages; 0 if the server has no length limit, so that nobody needs
-    it.
+    """Return the number of tokens of a turn's messages, encoded as if they were a whole conversation; 0, uncounted, if
+    the server has no length limit for which it is needed.
     """
     if not settings.max_model_len:
         return 0

@@ -52,13 +52,13 @@ class RequestQueue:
         self._seconds = 1.0  # that a request took, as a moving mean
 
     async def run(self, streams: Sequence[AsyncEvents], meter: Meter) -> Run:
-        """Run requests together. Yield ``None`` once the first has a row, then each event with the index of its
-        request.
+        """Queue the requests of one body in the engine, and run them to their ends. Yield ``None`` once the first has a
+        row, then each event, in the order of arrival, with the index of its request.
 
-        Whoever closes the generator cancels the requests.
+        Closing the generator, and any failure, cancels the requests that still run.
 
         Args:
-            streams: the requests.
+            streams: the requests, not yet queued.
             meter: is told of what they use, and of their end.
 
         Raises:
@@ -93,7 +93,11 @@ class RequestQueue:
                 meter.end()
 
     async def results(self, streams: Sequence[AsyncEvents], meter: Meter) -> list[Result]:
-        """Run requests together to their ends, and return their results in order.
+        """Run the requests of one body together to their ends, and return their results in the order of the requests.
+
+        Args:
+            streams: the requests, not yet queued.
+            meter: is told of what they use, and of their end.
 
         Raises:
             RefusalError: see `run`.
@@ -111,7 +115,7 @@ class RequestQueue:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell the listeners in ``refused`` of a refusal that the body raises."""
+        """Tell the listeners in ``refused`` of a refusal that the code in the context raises, which goes on."""
         try:
             yield
         except RefusalError as refusal:
@@ -121,11 +125,13 @@ class RequestQueue:
 
     @contextmanager
     def _admitted(self, count: int) -> Iterator[None]:
-        """Count requests as active inside the context, and measure how long they take for the estimate in `_busy`;
-        refuse them if the queue is full.
+        """Count this many requests as active until the context ends, and measure the time for the estimate in `_busy`;
+        refuse all of them if there is no room for each.
+
+        There is room for as many as the engine has rows, and as may wait.
 
         Raises:
-            RefusalError: the queue is full, the requests are too many, or the server drains.
+            RefusalError: the queue is full, the requests are too many for an empty one, or the server drains.
         """
         room = self._engine.rows + self._settings.max_queue
         if self.draining:
@@ -145,7 +151,9 @@ class RequestQueue:
             self._seconds += (time.monotonic() - start - self._seconds) / 8  # a mean in which the last ones count most
 
     def _busy(self, why: str) -> RefusalError:
-        """Return the refusal with status 429 for a full queue: ``why``, and an estimate of when to try again."""
+        """Return the refusal with status 429 for a full queue: the sentence ``why``, and an estimate, from 1 to 60 s,
+        of when to try again.
+        """
         # requests in front of a new one leave in groups of as many as there are rows
         turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)  # a closed engine has no rows
         wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
@@ -153,11 +161,15 @@ class RequestQueue:
         return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
 
     async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Arrival]) -> list[tuple[int, Event]]:
-        """Wait until the first request has a row, or an event has arrived. Return that event in a list, which is
-        empty without one.
+        """Wait until the first request has a row, or an event of any request has arrived. Return that event, with the
+        index of its request, in a list, which is empty if none has come yet.
+
+        Args:
+            streams: the requests.
+            events: the queue into which their events go.
 
         Raises:
-            RefusalError: no row was free in time, or the event is a failure.
+            RefusalError: no row was free within the server's time for that, or a failure has arrived.
         """
         limit = time.monotonic() + self._settings.queue_timeout_s
         pause, first = _LOOK_S / 16, streams[0]  # doubled below, since most requests get a row at once
@@ -172,7 +184,7 @@ class RequestQueue:
         return [] if events.empty() else [_opened(streams, events.get_nowait())]
 
     def _end(self, result: Result) -> None:
-        """Tell the listeners in ``ended`` of a result, and raise a refusal if it failed or was cancelled.
+        """Tell the listeners in ``ended`` of a request's result, and then refuse if it failed or was cancelled.
 
         Raises:
             RefusalError: the request has failed or was cancelled.
@@ -190,7 +202,9 @@ class RequestQueue:
 
 
 def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
-    """Yield the events that are still in a queue, without waiting. Failures are dropped: nobody is left to be told."""
+    """Empty a queue without waiting, and yield its events with the indexes of their requests. Failures are dropped:
+    nobody is left to be told.
+    """
     while not events.empty():
         index, event = events.get_nowait()
         if isinstance(event, Event):
@@ -198,7 +212,9 @@ def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
 
 
 async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]) -> None:
-    """Queue a request in the engine, and let its events, or the failure to queue it, go to ``events``."""
+    """Queue a request in the engine, and return once it is there. Its events go to ``events`` from then on, with its
+    index; so does the failure to queue it, which is not raised.
+    """
 
     def sink(event: Event | BaseException) -> None:
         events.put_nowait((index, event))
@@ -212,7 +228,7 @@ async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]
 
 
 def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Event]:
-    """Return the request index and the event of a queue entry; raise the entry instead if it is a failure.
+    """Return a queue's entry if it is an event, with the index of its request; raise it if it is a failure.
 
     Raises:
         BaseException: the entry is a failure; a `KVKeepError` becomes a `RefusalError`.
@@ -227,13 +243,15 @@ def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Even
 
 
 def _late(limit: float) -> RefusalError:
-    """Return the refusal for a request that took longer than ``limit`` seconds."""
+    """Return the refusal with status 503 for a request that took longer than ``limit`` seconds, and was cancelled."""
     message = f"The request took longer than {limit:g} s and was cancelled. Ask for fewer tokens."
     return RefusalError(503, message, code="timeout")
 
 
 async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEvents]) -> None:
-    """Cancel the tasks and requests that still run. Their rows are free at the engine's next step."""
+    """Cancel the tasks that queue requests, and the requests that still run. Return when the tasks have ended; rows are
+    free only at the engine's next step.
+    """
     for task in tasks:
         task.cancel()
     for stream in streams:
@@ -243,7 +261,8 @@ async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEve
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
-    """Run a slow function in a thread and return its result. Errors of kvkeep become refusals.
+    """Run a slow function in a thread, so that other clients do not wait, and return its result. Errors of kvkeep
+    become refusals; others are raised as they are.
 
     Raises:
         RefusalError: the function raised a `KVKeepError`.

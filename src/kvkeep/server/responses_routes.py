@@ -47,18 +47,19 @@ _INCLUDABLE = (
 def parse_response_body(
     body: ResponseBody, served: ServedModel, settings: ServerSettings, *, before: int | None
 ) -> tuple[ParsedBody, Request]:
-    """Parse a body of ``/v1/responses`` into the parameters of a chat, and build its request.
+    """Return the parameters of a body of ``/v1/responses`` under a chat's names, checked, and its request: a turn for
+    the session of the answer.
 
     Args:
         body: the body.
         served: the model.
         settings: of the server.
-        before: tokens of the answer that is continued; ``None`` without one.
+        before: tokens of the conversation with the answer that is continued; ``None``: none is continued.
 
     Raises:
         KVKeepError: a parameter cannot be honoured.
     """
-    given = body.guard, body.keep_prompt
+    given = body.guard, body.keep_prompt  # of which 0 and False are values, too
     if before is not None and (body.policy or body.budget or any(value is not None for value in given)):
         raise ParameterError(
             "previous_response_id", "brings its own policy, budget, guard and keep_prompt; leave them out"
@@ -80,7 +81,8 @@ def parse_response_body(
 
 
 def _logprobs(body: ResponseBody) -> dict[str, Any]:
-    """Return whether the body asks for log-probabilities, as fields with a chat's names.
+    """Return ``logprobs`` and ``top_logprobs`` as a chat has them; an empty dictionary if the body asks for no
+    log-probabilities.
 
     Raises:
         ParameterError: ``include`` has an unknown entry.
@@ -94,22 +96,24 @@ def _logprobs(body: ResponseBody) -> dict[str, Any]:
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
-    """Return the format that a body asks for, as the fields of a chat.
+    """Return the format of the answer (``text.format``) unchanged as ``response_format`` of a chat, after a check;
+    ``None`` under that name if the body has none.
 
     Raises:
-        ParameterError: the format is no JSON object, or the text is to be longer or shorter than others.
+        ParameterError: the format cannot be read, or ``text.verbosity`` is other than medium.
     """
     given = (body.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise ParameterError("text.format", 'is no JSON object such as {"type": "text"}')
     if (verbosity := (body.text or {}).get("verbosity")) not in (None, "medium"):
         raise ParameterError("text.verbosity", f"cannot be {short(verbosity)} here; leave it out")
-    format_of("text.format", given)
+    format_of("text.format", given)  # for its errors: read as a chat's, they would name response_format
     return {"response_format": given}
 
 
 def _tools(body: ResponseBody) -> dict[str, Any]:
-    """Return a body's tools as the fields of a chat, which nests each function inside a tool.
+    """Return a body's tools, what it says of their choice, and whether there may be several calls, as fields of a chat,
+    which has each function inside a tool. Functions are not checked here.
 
     Raises:
         ParameterError: a tool is no function.
@@ -123,7 +127,9 @@ def _tools(body: ResponseBody) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return ``tool_choice`` in the form of a chat."""
+    """Return ``tool_choice`` of ``/v1/responses`` in the form of a chat, where the name of a function stands one level
+    deeper. What has another form is returned unchanged, for a chat's check to refuse.
+    """
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
@@ -133,11 +139,11 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """Return the items of an input as chat messages. Calls of tools join the assistant's message before them, and a
-    reasoning item the assistant's message behind it.
+    """Return the items of ``input`` as new messages of a chat: calls of tools become a part of the assistant's message
+    before them, if there is one, and a reasoning item of the assistant's message or call behind it.
 
     Raises:
-        InputError: there is no message, or an item is of an unknown form.
+        ParameterError: there is no message, or an item has a form that cannot be read.
     """
     messages: list[dict[str, Any]] = []
     thoughts = ""
@@ -161,7 +167,16 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def _thoughts(name: str, item: dict[str, Any]) -> str:
-    """Return the text of a reasoning item, which clients send back before the answer. Often it is empty."""
+    """Return the text of a reasoning item, which clients send back before the answer; empty if it has no list of parts,
+    as often. Parts that are no text are passed over.
+
+    Args:
+        name: names the item in errors.
+        item: the item.
+
+    Raises:
+        ParameterError: the text has half of a character.
+    """
     parts = item["content"] if isinstance(item.get("content"), list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return whole_text(name, "\n".join(text for text in texts if isinstance(text, str)))
@@ -172,7 +187,7 @@ _CALL = '{"type": "function_call", "call_id": "…", "name": "…", "arguments":
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
-    """Return one item of an input (a message, a tool call or its result) as a chat message.
+    """Return one item of ``input`` (a message, a tool call or its result, but no reasoning) as a new message of a chat.
 
     Args:
         name: names the item in errors.
@@ -201,7 +216,12 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call in the form of a chat.
+    """Return an item that is a call of a tool in the form of a chat's ``tool_calls``, with ``call_id`` as its id, which
+    may be empty.
+
+    Args:
+        name: names the item in errors.
+        given: the item.
 
     Raises:
         ParameterError: the call has another form.
@@ -214,10 +234,14 @@ def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(name: str, given: object) -> str:
-    """Return a text, after checking that it is one that UTF-8 can encode.
+    """Return a value unchanged, after a check that it is a text without half of a character.
+
+    Args:
+        name: names the value in errors.
+        given: the value.
 
     Raises:
-        ParameterError: it is no text, or one that cannot be encoded.
+        ParameterError: it is no text, or has half of a character.
     """
     if not isinstance(given, str):
         raise ParameterError(name, f"is {short(given)} and not a text")
@@ -225,10 +249,16 @@ def _text(name: str, given: object) -> str:
 
 
 def _content(name: str, content: object, field: str) -> str:
-    """Return the text of a message or of a tool's result, joined from its parts if it has some.
+    """Return the text of a message or of a tool's result: a text as it is, or the texts of a list of parts, joined
+    without spaces.
+
+    Args:
+        name: names the item in errors.
+        content: the text or the parts.
+        field: the item's field that has them, for errors.
 
     Raises:
-        ParameterError: the content is neither a text nor a list of parts.
+        ParameterError: the content is neither, has a part that is no text, or half of a character.
     """
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
@@ -237,10 +267,10 @@ def _content(name: str, content: object, field: str) -> str:
 
 
 def _input_text(name: str, part: object) -> str:
-    """Return the text of one part of a message's content.
+    """Return the text of one part of a content: a text itself, or a part of the type text or refusal.
 
     Raises:
-        ParameterError: the part is no text.
+        ParameterError: the part is neither, such as an image.
     """
     if isinstance(part, str):
         return part
@@ -271,24 +301,30 @@ class MessageItem:
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that open the item, before its first text."""
+        """Yield the two events that open this message, before its first text: an item in progress, and its part of
+        text.
+        """
         yield _event("response.output_item.added", self.place, item={**self.shown("in_progress"), "content": []})
         yield self._part("response.content_part.added", part=_output_text(""))
 
     def more(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-        """Add text to the item, with the log-probabilities of its tokens, and yield the events of it."""
+        """Add text to this message, with log-probabilities of tokens in the form of the API, and yield the event that
+        tells of both. The text is added when the event is taken.
+        """
         self.text += text
         self.logprobs += logprobs
         yield self._part("response.output_text.delta", delta=text, logprobs=list(logprobs))
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
-        """Yield the events that close the item with a status."""
+        """Yield the three events that close this message, with its whole text; ``status`` is ``completed`` or
+        ``incomplete``.
+        """
         yield self._part("response.output_text.done", text=self.text, logprobs=self.logprobs)
         yield self._part("response.content_part.done", part=_output_text(self.text, self.logprobs))
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return the item as the API shows it, with its text so far."""
+        """Return this message as an item of ``output`` in the API, with a status and its text so far."""
         return {
             "id": self.id,
             "type": "message",
@@ -298,7 +334,7 @@ class MessageItem:
         }
 
     def _part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event about this item's text."""
+        """Return an event of a kind about this message's only part, its text, with further fields."""
         return _event(kind, self.place, item_id=self.id, content_index=0, **fields)
 
 
@@ -321,33 +357,39 @@ class ToolCallItem:
     id: str = field(default_factory=lambda: f"fc_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the event that opens the call, before its arguments."""
+        """Yield the event that opens this call of a tool: an item in progress, without arguments yet."""
         yield _event("response.output_item.added", self.place, item=self.shown("in_progress"))
 
     def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add a part of the call's arguments, and yield its event."""
+        """Add a piece to the arguments of this call, and yield the event that tells of it. It is added when the event
+        is taken.
+        """
         self.text += text
         yield _event("response.function_call_arguments.delta", self.place, item_id=self.id, delta=text)
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
-        """Yield the events that close the call with a status."""
+        """Yield the two events that close this call of a tool, with its whole arguments; ``status`` is ``completed`` or
+        ``incomplete``.
+        """
         fields = {"item_id": self.id, "name": self.name, "arguments": self.text}
         yield _event("response.function_call_arguments.done", self.place, **fields)
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return the call as the API shows it, with its arguments so far."""
+        """Return this call of a tool as an item of ``output`` in the API, with a status and its arguments so far."""
         about = {"id": self.id, "type": "function_call", "status": status}
         return {**about, "call_id": self.call_id, "name": self.name, "arguments": self.text}
 
 
 def _event(kind: str, place: int, **fields: Any) -> dict[str, Any]:
-    """Return an event about the item with index ``place``."""
+    """Return an event of a kind about the item of ``output`` with the index ``place``, with further fields; it has no
+    sequence number yet.
+    """
     return {"type": kind, "output_index": place, **fields}
 
 
 def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return a text in the form in which the API nests it in messages."""
+    """Return a text, with log-probabilities in the form of the API, as the ``output_text`` part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
@@ -379,15 +421,17 @@ class ResponseStream:
         self._numbers = itertools.count()
 
     def beginning(self) -> Iterator[dict[str, Any]]:
-        """Yield the events before the first token."""
+        """Yield the two events with which a streamed answer opens, each with the response object without any output."""
         for kind in ("response.created", "response.in_progress"):
             yield self._numbered({"type": kind, "response": self._whole("in_progress", [])})
 
     def more(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Add a token, and yield the events of the text and tool calls that it completes.
+        """Add the outcome of one step, and yield the numbered events of the text and tool calls that it completes. All
+        of them must be taken.
 
-        With the last token, an answer without text and calls gets an empty message.
+        With the last event of the request, an answer without text and calls gets an empty message.
         """
+        # the end token is no part of the text
         if self._scored and event.logprob and not (event.result and event.result.end_token):
             self._scored.add(event.logprob)
         for delta in self._deltas(event):
@@ -407,13 +451,17 @@ class ResponseStream:
                 yield from map(self._numbered, message.more("", left))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        """Return what an event adds to content and tool calls."""
+        """Return what an event of the engine adds to the answer, as the deltas of a chat with ``content`` or
+        ``tool_calls``; nothing if no text is complete.
+        """
         if self._calls is None:
             return [{"content": event.text}] if event.text else []
         return [*self._calls.add(event.text), *(self._calls.end() if event.result is not None else ())]
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the message, which is opened with the first one, and yield the events."""
+        """Add text to the answer's message, with the log-probabilities of the tokens that begin in it, and yield the
+        numbered events. The first text opens the message.
+        """
         if not self._items:
             yield from self._begun(MessageItem(0))
         item = self._items[-1]
@@ -422,24 +470,32 @@ class ResponseStream:
         yield from map(self._numbered, item.more(text, self._entries(ready)))
 
     def _entries(self, tokens: Sequence[Scored]) -> list[dict[str, Any]]:
-        """Return tokens with their log-probabilities in the form of the API."""
+        """Return tokens with their log-probabilities in the form of ``/v1/responses``; nothing if the body does not ask
+        for them.
+        """
         return logprobs.output_text(tokens, self._texts) if self._texts and tokens else []
 
     def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
-        """Close the last item, if there is one, and open another. Yield the events of both."""
+        """Close the answer's last item as completed, if there is one, and append and open another. Yield the numbered
+        events of both.
+        """
         if self._items:
             yield from map(self._numbered, self._items[-1].end("completed"))
         self._items.append(item)
         yield from map(self._numbered, item.begin())
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:
-        """Yield the events that close the last item and the answer. Call it once, after `more` had the last token."""
+        """Yield the numbered events that close the last item, and the one with the whole answer. Call it once, after
+        `more` had the request's last event.
+        """
         yield from map(self._numbered, self._items[-1].end(_status(result)))
         kind = "response.completed" if result.finish_reason == "stop" else "response.incomplete"
         yield self._numbered({"type": kind, "response": self.body(result)})
 
     def body(self, result: Result) -> dict[str, Any]:
-        """Return the whole answer. Call this after all events of tokens have been made."""
+        """Return the whole response object of an answer that has ended, with its items and ``usage``. Call it after
+        `more` had the request's last event.
+        """
         new = len(result.token_ids)
         usage = {
             "input_tokens": result.prompt_tokens,
@@ -455,7 +511,9 @@ class ResponseStream:
         return {**self._whole(_status(result), items), "usage": usage}
 
     def _whole(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the response object with this status and output."""
+        """Return a response object with a status and the items ``output``; everything else repeats what the body has
+        asked for. Its ``usage`` is ``None``.
+        """
         body = self._body
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -487,7 +545,9 @@ class ResponseStream:
         }
 
     def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return an event with the next sequence number."""
+        """Return a copy of an event with the answer's next sequence number, from 0. Each event is numbered once, in
+        order.
+        """
         return {"type": event["type"], "sequence_number": next(self._numbers), **event}
 
 
@@ -519,7 +579,9 @@ class ResponsesRoutes:
         return self._stored.holds(owner, name)
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Answer a body. Unless the body says no, store the answer, so that a later one can continue it."""
+        """Write an answer, whole or as a stream. Unless the body says no, store it, so that a later one can continue
+        it.
+        """
         body = await body_of(request, ResponseBody, self._settings)
         adapter, previous = self._settings.adapter_of(body.model), None
         if body.previous_response_id is not None:
@@ -554,19 +616,23 @@ class ResponsesRoutes:
         return reply({"id": name, "object": "response", "deleted": True})
 
     def _find(self, owner: str, name: str) -> ServerSession:
-        """Return the stored answer of an owner.
+        """Return the stored answer of an owner with its session, and mark it as used.
 
         Raises:
-            RefusalError: there is no such answer, or no more.
+            RefusalError: there is no answer with this id, or it was dropped since.
         """
         if (entry := self._stored.find(owner, name)) is None:
             raise unknown("response", name, "It was never stored, or has been dropped since. Send the conversation.")
         return entry
 
     def _parsed(self, body: ResponseBody, previous: Session | None, owner: str) -> tuple[ParsedBody, Request]:
-        """Return a body as a chat's parameters, and its request, whose memory is kept for the owner.
+        """Return a body as a chat's parameters, and its request, with which the engine also keeps the memory for later
+        chats of the owner.
 
-        ``previous`` is the session that it continues, if any.
+        Args:
+            body: the body.
+            previous: the session of the answer that is continued; ``None``: none is.
+            owner: the owner of the key.
         """
         before = None if previous is None else len(previous.token_ids)
         parameters, turn = parse_response_body(body, self._served, self._settings, before=before)
@@ -576,7 +642,9 @@ class ResponsesRoutes:
         return parameters, turn.replaced(**kept)
 
     def _begin(self, body: ResponseBody, previous: Session | None, adapter: str | None) -> Session:
-        """Open the session for an answer: a copy of the previous answer's session, or a new one."""
+        """Open a session without a name for an answer: a copy of the session of the answer that is continued, which
+        stays as it is, or a new one with the policy and budget of the body.
+        """
         engine = self._served.engine
         if previous is None:
             return engine.session(policy=body.policy, budget=body.budget, adapter=adapter, keep_prompt=body.keep_prompt)
@@ -587,9 +655,10 @@ class ResponsesRoutes:
     async def _chunks(
         self, request: HttpRequest, session: Session, turn: Request, answer: ResponseStream
     ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Run a turn, and yield the events of its answer, after an empty chunk for `begun`.
+        """Run the turn of an answer, and yield the events of its stream.
 
-        Store the answer at its end if it is to be stored; otherwise close the session.
+        The first one is empty, and is no part of the stream: it tells `begun` that the turn has a row. At the end store
+        the answer, if it is to be stored; otherwise, and if it fails or breaks off, close the session.
         """
         stored = False
         run = self._queue.run([session.asend(turn)], meter_of(request))
@@ -614,7 +683,9 @@ class ResponsesRoutes:
                 await in_thread(session.close)
 
     async def _store(self, owner: str, answer: ResponseStream, session: Session, result: Result) -> None:
-        """Store an answer and its session, and close the sessions of the oldest answers beyond the limit."""
+        """Store an answer with its session for an owner, and drop answers beyond the server's limit, those not used for
+        longest first, of all owners; their sessions are closed.
+        """
         # named by the id of the answer, by which a client goes on from it
         self._stored.add(owner, answer.name, ServerSession(answer.name, session, answer.body(result)))
         for dropped in self._stored.trim():
@@ -622,7 +693,7 @@ class ResponsesRoutes:
 
 
 async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str, Any]:
-    """Run a stream to its end, and return the whole response, which its last event holds."""
+    """Run the stream of an answer to its end, and return the whole response object, which its last event has."""
     last: Mapping[str, Any] = {}
     try:
         async for chunk in chunks:

@@ -69,11 +69,12 @@ class Relay:
         self.begun = self.ended = False
 
     async def run(self, messages: AsyncGenerator[Message, None], *, unless: str | None) -> bool:
-        """Pass an answer on to the client. Return ``False``, with nothing sent, if the answer has the header
-        ``unless``.
+        """Pass a replica's answer on to the client, piece by piece, and what it has used to the meter. Return ``True``
+        when there are no more pieces, also if the last one is missing (see ``ended``); return ``False``, with nothing
+        sent, if the answer has the header ``unless``.
 
         Args:
-            messages: of the answer.
+            messages: the ASGI messages of the answer.
             unless: the name of the header; ``None``: pass every answer on.
 
         Raises:
@@ -97,11 +98,12 @@ class Relay:
         return True
 
     async def broken(self, refusal: RefusalError) -> bool:
-        """End an answer that breaks off with an error as its last event. Return ``False`` if nothing of it has been
-        sent, so that an ordinary error will do.
+        """Tell the client that the answer has broken off: end its stream with the refusal as the last event, and return
+        ``True``. Return ``False``, and send nothing, if nothing was sent yet, so that an ordinary error will do.
 
         Raises:
-            GoneError: the answer is no stream, so that no error can be added; the connection ends.
+            GoneError: a part of an answer that is no stream was sent, to which no error can be added; or the client has
+                gone.
         """
         if not self.begun:
             return False
@@ -113,7 +115,9 @@ class Relay:
         return True
 
     def _count(self, used: Used | None) -> None:
-        """Report the tokens of a message, and the request's end, to the meter, if there is one."""
+        """Report what a message says of the request's use (its tokens, and whether it has ended) to the meter, if there
+        are both.
+        """
         if self._meter is None or used is None:
             return
         self._meter.spend(used.tokens)
@@ -121,7 +125,7 @@ class Relay:
             self._meter.end()
 
     async def _pass(self, message: Message) -> None:
-        """Send a message to the client, who must take it in time.
+        """Send a message to the client, who must take it within ``write_s`` seconds.
 
         Raises:
             GoneError: the client has gone, or is too slow.
@@ -137,10 +141,11 @@ class Relay:
 
 
 def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
-    """Sum up the health of all replicas. Return the body and the status of the answer.
+    """Return the body of the router's answer about its health, with that of each replica and the sums of their rows,
+    and its HTTP status: 200 if a replica is ready and the router does not drain, else 503.
 
     Args:
-        answers: replica → its health.
+        answers: replica → its health, as it has answered; those that did not answer are missing.
         draining: whether the router is about to end.
     """
     ready = any(replica["status"] == "ready" for replica in answers.values()) and not draining
@@ -156,7 +161,8 @@ def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple
 
 
 def metrics(answers: Mapping[str, str], own: str) -> str:
-    """Merge the metrics of all replicas and of the router into one text, with a label ``replica`` on each sample.
+    """Merge the metrics of all replicas and of the router into one text for Prometheus, with a label ``replica`` on
+    each sample, and with the number of replicas. Samples of one family stand together, under one description.
 
     Args:
         answers: replica → its metrics as text for Prometheus.
@@ -179,14 +185,18 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
 
 
 def _labelled(sample: str, replica: str) -> str:
-    """Add the label ``replica`` to a sample in Prometheus's text format."""
+    """Return a line of Prometheus's text format, a sample with or without labels, with the label ``replica`` added
+    first.
+    """
     end = min(place for place in (sample.find("{"), sample.find(" ")) if place >= 0)
     name, rest = sample[:end], sample[end:]
     return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
 
 
 def sessions(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the lists of sessions of all replicas."""
+    """Merge the replicas' lists of sessions into one in the form of the API, in order of names. A session that several
+    list, as they share a folder, stands in it once.
+    """
     data = {entry["id"]: entry for listed in answers.values() for entry in listed["data"]}
     return {"object": "list", "data": [data[name] for name in sorted(data)]}
 
@@ -223,10 +233,11 @@ class Router:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: sum up health, metrics and sessions of all replicas, or pass it to one replica.
+        """Answer a request: for health, metrics and the list of sessions ask all replicas, and pass any other one to
+        one replica, and its answer back.
 
         Raises:
-            RefusalError: the router drains, or no replica answers.
+            RefusalError: the router drains, the body is refused, or no replica answers.
             GoneError: the client went before the answer began.
         """
         request = Request(scope, receive)
@@ -253,10 +264,12 @@ class Router:
                 raise
 
     async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Forward a request to a replica. If the replica dies or hangs meanwhile, end the answer with an error.
+        """Forward a request to a replica, and its answer to the client. If the replica ends, or has not ended its
+        answer 30 s after the time-out of requests, end an answer that has begun with an error.
 
         Raises:
-            RefusalError: the replica died or hangs, and nothing of the answer was sent.
+            RefusalError: the replica died or hangs, and nothing of the answer was sent; or no replica takes the
+                request.
         """
         limit = self._settings.request_timeout_s + _LATE_S
         try:
@@ -268,12 +281,13 @@ class Router:
                 raise refusal from error
 
     async def _tried(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Forward a request to a replica; try another one if the first ends before it has the request, and wait while
-        another server holds the session.
+        """Forward a request to a replica, and its answer to the client. Choose again if the replica ends before it has
+        the request; and, for up to 10 s, while it answers that another one holds the session.
 
         Raises:
-            LostError: the replica has ended with the request or broken its answer off, or several have ended before
-                they had it.
+            LostError: the replica has ended with the request or broken its answer off, or 5 have ended before they had
+                it.
+            RefusalError: no replica takes requests, or the name of a new session is taken.
         """
         end, tries = time.monotonic() + _HELD_S, 0
         while True:
@@ -295,7 +309,8 @@ class Router:
 
     @asynccontextmanager
     async def _taken(self, owner: str, wish: PlacementRequest, replica: str) -> AsyncIterator[None]:
-        """Count a request's rows as busy on a replica, and reserve the name of the session that it makes.
+        """Count a request's rows as busy on a replica while the context lasts, and reserve the name of the session that
+        it makes, if it makes one with a name.
 
         Raises:
             RefusalError: another replica has a session of this name, or is making it.
@@ -313,16 +328,21 @@ class Router:
                 yield
 
     async def _wish(self, forwarded: Received) -> PlacementRequest:
-        """Return what a request needs of its replica; nothing in particular if its body cannot be read."""
+        """Parse a request's body, and return what the request needs of its replica, see `wish_of`. A body that cannot
+        be read counts as ``{}``.
+        """
         try:
             many = len(forwarded.body) > LARGE
+            # an empty body, as that of a GET, names nothing
             body = await asyncio.to_thread(decoded, forwarded.body) if many else decoded(forwarded.body or b"{}")
         except (ValueError, RecursionError, InputError):
             body = {}  # its replica says what is wrong
         return wish_of(forwarded.method, forwarded.path, body, prefixes=self._prefixes)
 
     async def _place(self, owner: str, wish: PlacementRequest) -> str:
-        """Choose the replica for a request: the holder of the session or answer that it continues, or any other.
+        """Return the replica for a request: the one that holds the session or answer that it continues or asks about;
+        if none does, or it names none, one that `Places.choose` chooses, which is then remembered as the holder of what
+        the request names.
 
         Raises:
             RefusalError: no replica takes requests.
@@ -338,9 +358,11 @@ class Router:
         return holder
 
     async def _holder(self, kind: str, owner: str, name: str) -> str | None:
-        """Return the replica that holds a session or an answer, asking all of them if need be; ``None`` if none does.
+        """Return the replica that holds an owner's session or answer; ``None`` if none does. If it is not known, ask
+        all replicas, and remember the answer; what is known is not asked again, and may be out of date.
 
-        If the holder is not known, ask all replicas, and store which one holds it.
+        Raises:
+            RefusalError: no replica takes requests.
         """
         key = (kind, owner, name)
         if (holder := self._places.find(key, self._here())) is not None:
@@ -354,14 +376,16 @@ class Router:
         return holder
 
     async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
-        """Ask whether another replica holds something at this moment, since the router's own entry may be out of
-        date.
+        """Return whether a replica other than this one holds a session or an answer. The one that is known to is asked,
+        since what the router remembers may be out of date.
         """
         other = await self._holder(*key)
         return other is not None and other != replica and await self._holds(other, key)
 
     async def _holds(self, replica: str, key: tuple[str, str, str]) -> bool:
-        """Ask a replica whether it holds something. One that does not answer counts as not holding it."""
+        """Ask a replica whether it holds a session or an answer (kind, owner, name). One that has ended, or does not
+        answer within 5 s, counts as not holding it.
+        """
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._replicas.holds(replica, *key)
@@ -369,7 +393,7 @@ class Router:
             return False
 
     def _here(self) -> Mapping[str, int]:
-        """Return the replicas that take requests, each with its rows.
+        """Return the replicas that take requests now, one at least: name → its number of rows.
 
         Raises:
             RefusalError: no replica takes requests.
@@ -379,7 +403,9 @@ class Router:
         return here
 
     async def _health(self, request: Request) -> Response:
-        """Answer with the health of all replicas and the sums of their rows."""
+        """Answer with the health of all replicas that answer and the sums of their rows, see `health`; with
+        ``?check=live`` the status is always 200.
+        """
         forwarded = await _received(request, self._settings)
         # GET, since a HEAD brings no body to sum up; without `check=live` a replica that drains would answer with an
         # error, and its rows would be missing
@@ -389,12 +415,13 @@ class Router:
 
     async def _metrics(self, request: Request) -> Response:
         """Answer with the metrics of all replicas and of the router, labelled by replica."""
+        # GET, since a HEAD brings no body
         answers = await self._all(replace(await _received(request, self._settings), method="GET"))
         text = metrics({replica: raw.decode() for replica, raw in answers.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
-        """Answer with the sessions of a key on all replicas that answer.
+        """Answer with the names of the sessions of a key on all replicas that answer with status 200.
 
         Raises:
             RefusalError: no replica answers.
@@ -407,13 +434,17 @@ class Router:
         return reply(sessions({replica: json.loads(raw) for replica, raw in answers.items()}))
 
     async def _all(self, forwarded: Received) -> dict[str, bytes]:
-        """Send a request to all replicas, and return the bodies of the answers with status 200, by replica."""
+        """Send a request to all replicas at once, and return replica → body of the answer. Those without a whole answer
+        with status 200 within 5 s are left out.
+        """
         here = list(self._replicas.here())
         bodies = await asyncio.gather(*(self._body(replica, forwarded) for replica in here))
         return {replica: body for replica, body in zip(here, bodies, strict=True) if body is not None}
 
     async def _body(self, replica: str, forwarded: Received) -> bytes | None:
-        """Return the body of a replica's answer; ``None`` if there is no whole answer with status 200."""
+        """Send a request to a replica, and return the body of its answer; ``None`` if there is no whole answer with
+        status 200 within 5 s.
+        """
         parts, ended = [], False
         try:
             async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, forwarded)) as messages:
@@ -430,7 +461,8 @@ class Router:
 def make_router(
     replicas: Replicas, settings: ServerSettings, origins: Sequence[str] = (), *, prefixes: bool = False
 ) -> FastAPI:
-    """Return the application that sends requests to replicas.
+    """Return the web application that clients reach before several replicas: it checks keys and limits, and sends each
+    request to a replica.
 
     Args:
         replicas: the replicas.
@@ -456,7 +488,8 @@ def make_router(
 
 
 async def _received(request: Request, settings: ServerSettings) -> Received:
-    """Read a request with its body, and return it in the form in which it is forwarded to a replica.
+    """Read a request with its whole body, within the limits of size and time, and return it as it is forwarded to a
+    replica.
 
     Raises:
         RefusalError: the body is too large, or comes too slowly.
@@ -473,7 +506,7 @@ async def _received(request: Request, settings: ServerSettings) -> Received:
 
 
 def _lost() -> RefusalError:
-    """Return the refusal for a request whose replica has ended."""
+    """Return the refusal with status 503 for a request whose replica has ended before its answer was complete."""
     message = (
         "The replica that ran the request has ended. Send the request again; a session goes on from its last turn."
     )
@@ -481,6 +514,6 @@ def _lost() -> RefusalError:
 
 
 def _hung(seconds: float) -> RefusalError:
-    """Return the refusal for a request whose replica did not end its answer in time."""
+    """Return the refusal with status 503 for a request whose replica has not ended its answer within ``seconds``."""
     message = f"The replica has not ended its answer within {seconds:g} s, and was given up. Send the request again."
     return RefusalError(503, message, code="timeout", headers={"Retry-After": "1"})

@@ -50,7 +50,9 @@ class ServerAddress:
     read_timeout_s: float = READ_TIMEOUT.default
 
     def url(self, port: int) -> str:
-        """Return the address as a URL with this port, or the path of the unix socket."""
+        """Return the URL of the server, with this port in place of its own, which may be 0; or ``unix:PATH`` for a unix
+        socket.
+        """
         if self.unix_socket is not None:
             return f"unix:{self.unix_socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -58,7 +60,8 @@ class ServerAddress:
 
 
 def listen(place: ServerAddress) -> socket.socket:
-    """Return a socket that is bound to the address. A TCP socket listens already, a unix socket not yet.
+    """Return a new non-blocking socket that is bound to the address. A TCP socket listens already, a unix socket not
+    yet.
 
     Raises:
         InputError: the address cannot be used.
@@ -80,7 +83,12 @@ def listen(place: ServerAddress) -> socket.socket:
 
 
 def _unix(path: str) -> socket.socket:
-    """Return a bound unix socket that only its owner may use, in place of one that a killed server has left."""
+    """Return a new unix socket that is bound to a path, and that only this user may connect to. A socket there that
+    nobody listens on, as a killed server leaves it, is removed.
+
+    Raises:
+        OSError: a server listens there, the path is something else, or it cannot be bound.
+    """
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)
@@ -98,7 +106,7 @@ def _unix(path: str) -> socket.socket:
 
 
 def _answers(path: str) -> bool:
-    """Return whether a server listens on the unix socket at a path."""
+    """Return whether a server listens on the unix socket at a path, by connecting to it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -108,10 +116,11 @@ def _answers(path: str) -> bool:
 
 
 def check_tls(place: ServerAddress) -> None:
-    """Refuse files that are no certificate and key in PEM. Without both there is nothing to check.
+    """Refuse an address whose ``tls_cert`` and ``tls_key`` are no certificate in PEM and its key without a password. An
+    address without both passes.
 
     Raises:
-        InputError: a file is missing, cannot be read, or does not belong to the other file.
+        InputError: only one of them is given, or a file is missing, cannot be read, or does not belong to the other.
     """
     import ssl
 
@@ -149,6 +158,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, place: ServerAddress, started: Callable[[], object] = lambda: None) -> None:
+        """Configure uvicorn for an application and an address; it does not listen yet."""
         # uvicorn takes a class and makes a protocol for each connection, so the time-out is a class's attribute
         protocol = type("Http", (_Http,), {"timeout_s": place.read_timeout_s})
         config = uvicorn.Config(
@@ -169,7 +179,7 @@ class HttpServer(uvicorn.Server):
         self._app, self._begun, self.interrupted = app, started, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and call ``started``."""
+        """Begin to take requests, on the given sockets or on the address, and then call ``started``."""
         await super().startup(sockets)
         self._begun()
 
@@ -187,7 +197,9 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain: refuse new requests, and end when running ones have ended. A second Ctrl-C ends at once."""
+        """Begin to drain: refuse new requests, and end when running ones have ended. Ctrl-C after an earlier signal
+        ends the server at once.
+        """
         self._app.state.queue.draining = True
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.interrupted = self.interrupted or sig == signal.SIGINT
@@ -213,20 +225,22 @@ class _Http(H11Protocol):
         self._forget()
 
     def _watch(self) -> None:
-        """Start the timer when a request's head is awaited, and stop it once the head is there."""
+        """Start the timer, unless it runs, while the connection awaits the head of a request, and stop it while a
+        request is answered.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.timeout_s, self._slow)
 
     def _forget(self) -> None:
-        """Stop the timer."""
+        """Stop the timer for the head of a request, if it runs."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _slow(self) -> None:
-        """Close the connection of a client that has not sent the head of a request in time."""
+        """Close the connection, called when the timer ends, unless a request is being answered."""
         self._timer = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()

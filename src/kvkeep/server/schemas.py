@@ -38,7 +38,13 @@ _LIST: dict[str, Any] = {"type": "array"}
 
 
 def _message(roles: list[str], required: list[str], **more: object) -> dict[str, Any]:
-    """Return the schema of a message with one of these roles."""
+    """Return the JSON schema, for the OpenAPI document, of a message with one of these roles.
+
+    Args:
+        roles: the roles.
+        required: fields that it must have, beside ``role``.
+        more: field → schema, of fields beside ``role``, ``content`` and ``name``.
+    """
     fields = {"role": {"enum": roles}, "content": _CONTENT, "name": _TEXT, **more}
     return {"type": "object", "properties": fields, "required": ["role", *required]}
 
@@ -95,15 +101,15 @@ Span = Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
-    """Return a field for an optional number. The schema shows its range, but does not check it: the code that uses the
-    number does, and names the remedy.
+    """Return a field of a pydantic model for an optional number, ``None`` by default. The OpenAPI document shows its
+    range, but pydantic does not check it: the code that uses the number does, and names the remedy.
     """
     limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
     return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
 
 
 def _described(parameter: Parameter, description: str | None = None) -> Any:
-    """Return a field for an optional number that has the range of a parameter."""
+    """Return a field as `_within` does, with the range of a parameter, from 0 if it names no least value."""
     return _within(parameter.least or 0, parameter.most, description)
 
 
@@ -192,7 +198,9 @@ class Generating(Body):
     keep_prompt: bool | float | None = Field(None, description=parameters.KEEP_PROMPT.help)
 
     def openai_fields(self) -> dict[str, Any]:
-        """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
+        """Return the fields of the body that are not ``None`` for `kvkeep.openai.requests.read`, without those of
+        kvkeep that this does not read.
+        """
         return self.model_dump(exclude_none=True, exclude=_OWN_FIELDS)
 
 
@@ -347,7 +355,8 @@ LARGE = 2**18
 
 
 async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *, empty: bool = False) -> _B:
-    """Read the body of a request, and return it as an object of its schema.
+    """Read the body of a request within the limits of size and time, and return it as an object of its schema. Fields
+    that nobody knows are left out, and noted for a header of the answer.
 
     Args:
         request: the request.
@@ -357,6 +366,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
 
     Raises:
         RefusalError: the body is too large, comes too slowly, is no JSON object, or does not follow the schema.
+        ParameterError: it has a field that would change the answer and is not built here, or a misspelt one.
     """
     raw = await received(request, settings)
     if empty and not raw.strip():
@@ -371,7 +381,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:
-    """Remember fields of a body that have no effect; a header of the answer will name them."""
+    """Add names of a body's fields that have no effect to those that a header of the request's answer will tell of."""
     if names:
         request.state.ignored = (*getattr(request.state, "ignored", ()), *names)
 
@@ -405,10 +415,10 @@ async def received(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object; refuse anything else with status 400.
+    """Parse the bytes of a body as a strict JSON object, see `decoded`.
 
     Raises:
-        RefusalError: the body cannot be read as a JSON object.
+        RefusalError: it is none; the refusal, with status 400, says why.
     """
     try:
         return decoded(raw)
@@ -424,8 +434,8 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """Return the refusal for the first wrong field of a body. A field that may have several types has a reason for
-    each of them; the first four are named.
+    """Return the refusal, with status 400, for the first field of a body that pydantic has found wrong, with up to four
+    of its reasons: a field that may have several types has one for each of them.
     """
     mistakes = error.errors(include_url=False, include_context=False, include_input=False)
     name = _named(mistakes[0]["loc"])
@@ -439,18 +449,20 @@ def _first(error: ValidationError) -> RefusalError:
 
 
 def _named(place: tuple[int | str, ...]) -> str:
-    """Return the name of a place in a body, such as ``messages[0].content``."""
+    """Return the name of a place in a body, such as ``messages[0].content`` for ``("messages", 0, "content")``, cut to
+    80 characters; empty for the body itself.
+    """
     # pydantic also puts names of union members into the path, which mean nothing to clients
     parts = [part for part in place if isinstance(part, int) or (part.isidentifier() and part not in _TYPES)]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")[:80]
 
 
 def check_policy(name: str) -> None:
-    """Refuse a policy that is not registered, and one with a file: a client must not name Python modules of the
-    server's machine, nor find out which files it has.
+    """Refuse a policy in a request, such as ``h2o:recent=32``, that is not registered or cannot be parsed, or whose
+    options name a file: a client must not name Python modules of the server's machine, nor find out which files it has.
 
     Raises:
-        PolicyError: there is no such policy, an option of it is unknown, or names a file.
+        PolicyError: there is no such policy, an option is unknown, has a wrong value, or names a file.
     """
     if name.partition(":")[0] not in available():
         parse(name.partition(":")[0])  # raises, with the names that are alike

@@ -34,18 +34,22 @@ class Leases(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Return whether other servers take over sessions from their files."""
+        """Return whether several servers share the folder of sessions, and take over sessions from their files
+        there.
+        """
 
     def take(self, name: str) -> bool:
-        """Take the lease of a session, and move its file, if there is one, into this server's folder. Return
-        ``False`` if another server has the lease.
+        """Take the lease of a session, by its name with its owner's in front, and move its file, if there is one, into
+        this server's folder. Return ``False``, with nothing changed, if another server has the lease.
         """
 
     def give(self, name: str) -> None:
-        """Give the lease of a session up."""
+        """Give the lease of a session up, so that another server can take it; its file stays."""
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the sessions that have a file in any server's folder."""
+        """Yield the names, with their owners' in front, of the sessions that have a file in any server's folder; none
+        if no other server uses the folder.
+        """
 
 
 class LocalLeases:
@@ -82,6 +86,9 @@ class SharedFolder:
     shared = True
 
     def __init__(self, root: Path, own: str) -> None:
+        """Make this server's folder in the shared one and lock its name, keep out engines that would use the shared
+        folder alone, and take over the conversations of servers that have ended.
+        """
         self._root, self.own = root, root / own
         self._held: set[str] = set()
         if sys.platform == "win32":
@@ -105,9 +112,10 @@ class SharedFolder:
         self._adopt_conversations()
 
     def take(self, name: str) -> bool:
-        """Take the lease of a session, and move its file here. Return ``False`` if another server has the lease.
+        """Take the lease of a session, and move its file, if there is one, from another server's folder into this
+        one's. Return ``False``, without waiting, if another server has the lease.
 
-        Return ``True`` at once if this server has it already.
+        Return ``True`` at once if this server has it already. A session need not exist yet.
 
         Raises:
             RefusalError: the lease cannot be locked, or the session's file cannot be moved.
@@ -131,13 +139,16 @@ class SharedFolder:
         return True
 
     def give(self, name: str) -> None:
-        """Give the lease of a session up; do nothing if this server does not have it."""
+        """Give the lease of a session up, so that another server can take it; its file stays. Do nothing if this server
+        does not have it.
+        """
         if name in self._held:
             self._held.discard(name)
             self._lock(fcntl.LOCK_UN, name)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the sessions that have a file in any server's folder.
+        """Yield the names, with their owners' in front, of the sessions that have a file in any server's folder or in
+        the shared one. Folders that cannot be read are passed over.
 
         Raises:
             RefusalError: the shared folder cannot be read.
@@ -153,14 +164,16 @@ class SharedFolder:
                         yield entry.name.removesuffix(SUFFIX)
 
     def close(self) -> None:
-        """Give all leases up, and remove this server's folder if nothing is left in it."""
+        """Give all leases up, let single servers use the shared folder again, and remove this server's folder if it is
+        empty.
+        """
         self._file.close()  # its locks end with it
         self._single.release()
         with suppress(OSError):  # files are left
             self.own.rmdir()
 
     def _check_file(self) -> None:
-        """Check that this server's lock file is still the one that others open.
+        """Check that the open lock file is still the one at its path, which servers that start later open.
 
         Raises:
             RefusalError: the file of locks was removed or replaced.
@@ -175,7 +188,12 @@ class SharedFolder:
         )
 
     def _lock(self, kind: int, name: str) -> None:
-        """Lock or unlock the byte of the lock file that stands for a name.
+        """Lock or unlock the byte of the lock file that stands for a name, as `fcntl.lockf` does: two processes cannot
+        have one name, and this one can take it again.
+
+        Args:
+            kind: ``LOCK_EX | LOCK_NB``, or ``LOCK_UN``.
+            name: a session's, or that of a server's folder with a slash in front.
 
         Raises:
             OSError: another process has the lock, or the file system fails.
@@ -185,9 +203,11 @@ class SharedFolder:
         fcntl.lockf(self._file, kind, 1, place)
 
     def _fetch(self, file: str) -> None:
-        """Move a session's file from another server's folder into this one's; do nothing if there is no such file.
+        """Move a session's file from another server's folder, or the shared one, into this server's; do nothing if it
+        is here, or nowhere. The caller has the session's lease.
 
-        The caller has the session's lease.
+        Raises:
+            OSError: it cannot be moved.
         """
         if (self.own / file).exists():
             return
@@ -199,7 +219,7 @@ class SharedFolder:
                 return
 
     def _clear(self, folder: Path) -> None:
-        """Remove the folder of a server that has ended, if it is empty."""
+        """Remove a server's folder, if it is empty and the server has ended; never the shared one."""
         if folder == self._root:
             return
         with suppress(OSError):  # its server lives, or files are left
@@ -210,7 +230,9 @@ class SharedFolder:
                 self._lock(fcntl.LOCK_UN, f"/{folder.name}")
 
     def _adopt_conversations(self) -> None:
-        """Move the conversations of servers that have ended into this server's folder. They have no leases."""
+        """Move the files of conversations (sessions that keep chats, and that no client has named) from the folders of
+        servers that have ended, and from the shared one, into this server's. Conversations have no leases.
+        """
         for folder in self._folders():
             if folder == self.own:
                 continue
@@ -231,7 +253,8 @@ class SharedFolder:
             return [self._root, *(self._root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))]
 
     def _keep_single_servers_out(self) -> None:
-        """Lock the shared folder against engines that would use it alone, see `kvkeep.engine.session_store`.
+        """Lock the shared folder, together with its other servers, against engines that would use it alone, until
+        `close`; see `kvkeep.engine.session_store`.
 
         Raises:
             InputError: such an engine uses the folder.
@@ -247,6 +270,8 @@ class SharedFolder:
 
 
 def elsewhere(name: str) -> RefusalError:
-    """Return the refusal for a session that another server holds. A router that sees it waits and asks again."""
+    """Return the refusal with status 503 for a session that another server holds. By one of its headers a router knows
+    it, waits, and asks again.
+    """
     message = f"Another replica holds the session {name}, and is about to end. Try again in 1 s."
     return RefusalError(503, message, code="session_elsewhere", headers={"Retry-After": "1", HELD: "1"})

@@ -64,19 +64,20 @@ class ServerSession:
 
     @property
     def beginning_again(self) -> Mapping[str, Any]:
-        """Return the settings with which the session can be started anew. After a restart of the server its pins are
-        not known.
+        """Return the settings, arguments of `Engine.session`, with which the session can be started anew: those with
+        which a client has made it. If they were given to another process, return its present policy, budget and
+        adapter, and no pins, which are not known.
         """
         own = self.session
         return self.beginning or {"policy": own.policy, "budget": own.budget, "pins": (), "adapter": own.adapter}
 
     @property
     def used(self) -> bool:
-        """Return whether a request is using the session."""
+        """Return whether a request that `use` has noted still uses the session."""
         return any(not ended.is_set() for ended in self._users)
 
     def use(self, until: threading.Event) -> None:
-        """Count the session as in use until a request ends.
+        """Count the session as in use until a request ends; several may use it at once.
 
         Args:
             until: is set when the request ends.
@@ -85,21 +86,21 @@ class ServerSession:
 
     @property
     def answers(self) -> int:
-        """Return the number of answers in the conversation."""
+        """Return the number of the assistant's messages in the conversation, those given by the client included."""
         return sum(message["role"] == "assistant" for message in self.session.messages)
 
     @property
     def turns_to_rewind(self) -> int:
-        """Return how many last turns can be taken back one by one.
+        """Return how many of the last turns can be taken back: as many as memories before them are kept.
 
-        Taking back all turns at once is possible in any case; so is taking back the only one.
+        All turns at once can be taken back in any case, and so can the only one, which counts here.
         """
         return self.states.turns or int(self.answers == 1)
 
     def note(self) -> None:
-        """Store the present memory in ``states`` as one that the session can go back to.
+        """Append the memory after the last finished turn to ``states``, so that the session can go back to it.
 
-        Store nothing before the first turn, or if the memory cannot be read.
+        Append nothing before the first turn, or if the memory cannot be read; this is no error.
         """
         if not self.session.token_ids:
             return
@@ -107,10 +108,11 @@ class ServerSession:
             self.states.add(self.session.snapshot())
 
     def state_before(self, turns: int) -> Snapshot | None:
-        """Return the memory before the last ``turns`` turns; ``None`` if that is before the first one.
+        """Return the memory that the session had before its last ``turns`` turns, one at least; ``None`` if it had read
+        nothing then. The session is not changed.
 
         Raises:
-            RefusalError: it is not kept.
+            RefusalError: this memory is not kept, or there are fewer turns.
         """
         if turns <= (most := self.states.turns):
             return self.states[-1 - turns]
@@ -125,10 +127,12 @@ class ServerSession:
         raise RefusalError(400, message, param="turns")
 
     def rewind(self, turns: int) -> None:
-        """Take back the last ``turns`` turns, but not all of them, which is up to the registry.
+        """Take back the last ``turns`` turns: the session goes on from the memory before them. Not all turns may be
+        taken back so, see `SessionRegistry.rewind`.
 
         Raises:
-            RefusalError: the earlier turns are not kept.
+            RefusalError: the memory before them is not kept.
+            InputError: a turn is running.
         """
         target = self.state_before(turns)
         assert target is not None  # the registry begins such a session anew
@@ -136,10 +140,10 @@ class ServerSession:
         self.states.take_back(turns)
 
     def close(self) -> bool:
-        """Write the session to the disk and close it. Return ``False`` if that fails, or has failed within the last
-        second.
+        """Write the session to the disk and close it. Return whether that was done: ``False``, and the session stays
+        open, if it fails, or, without a new try, if it has failed within the last second.
 
-        The first failure is logged.
+        Only the first failure is logged; none is raised.
         """
         if time.monotonic() < self._not_before:
             return False
@@ -174,36 +178,40 @@ class SessionTable:
         return iter(list(self._entries.values()))  # a copy, because other threads open and close sessions meanwhile
 
     def names(self) -> list[tuple[str, str]]:
-        """Return the owner and the name of each session."""
+        """Return a list of the owner and the name of each session in the table, least recently used first."""
         return list(self._entries)
 
     def holds(self, owner: str, name: str) -> bool:
-        """Return whether the table has this session, without marking it as used."""
+        """Return whether the table has the session of an owner with a name, without marking it as used."""
         return (owner, name) in self._entries
 
     def find(self, owner: str, name: str) -> ServerSession | None:
-        """Return a session and mark it as used; ``None`` if the table does not have it."""
+        """Return the session of an owner with a name, and mark it as used most recently; ``None`` if the table does not
+        have it.
+        """
         entry = self._entries.get((owner, name))
         if entry is not None:
             self._entries.move_to_end((owner, name))
         return entry
 
     def add(self, owner: str, name: str, entry: ServerSession) -> None:
-        """Add a session."""
+        """Add a session for an owner under a name, as used most recently. More than ``most`` are taken, see `trim`."""
         self._entries[owner, name] = entry
 
     def remove(self, owner: str, name: str) -> ServerSession | None:
-        """Remove a session from the table and return it; ``None`` if the table does not have it."""
+        """Remove a session from the table and return it, not closed; ``None`` if the table does not have it."""
         return self._entries.pop((owner, name), None)
 
     def drop_closed(self) -> None:
-        """Remove the sessions that were closed."""
+        """Remove the sessions from the table that were closed elsewhere."""
         for key, entry in list(self._entries.items()):
             if entry.session.closed:
                 self._entries.pop(key, None)
 
     def trim(self) -> list[ServerSession]:
-        """Remove the least recently used sessions beyond ``most``, and return them."""
+        """Remove the least recently used sessions beyond ``most`` from the table, and return them; the caller closes
+        them.
+        """
         return [self._entries.popitem(last=False)[1] for _ in range(len(self._entries) - self.most)]
 
 
@@ -211,7 +219,9 @@ class SessionTable:
 
 
 def _alone(method: Callable[Concatenate[SessionRegistry, _P], _T]) -> Callable[Concatenate[SessionRegistry, _P], _T]:
-    """Decorate a method so that it holds the registry's lock: no name may be given twice."""
+    """Return the method of a `SessionRegistry` as one that holds the registry's lock while it runs, so that no name is
+    given twice.
+    """
 
     @functools.wraps(method)
     def wrapper(self: SessionRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -247,22 +257,29 @@ class SessionRegistry:
 
     @property
     def running(self) -> int:
-        """Return the number of open sessions that have a turn running or waiting."""
+        """Return how many open sessions have a turn that runs or waits for a row."""
         return sum(entry.session.running for entry in self._open)
 
     def names(self, owner: str) -> list[str]:
-        """Return the names of an owner's sessions, open or saved, in order."""
-        mine = f"{owner}--"
+        """Return the names of an owner's sessions, open or saved, on this server or one that shares its folder, sorted;
+        those that keep chats included.
+        """
+        mine = f"{owner}--"  # as `full_name` writes it
         names = {*self._engine.session_names, *self._leases.names()}
         return sorted(name.removeprefix(mine) for name in names if name.startswith(mine))
 
     def holds(self, owner: str, name: str) -> bool:
-        """Return whether a session is open on this server. A saved one does not count."""
+        """Return whether a session of an owner is open on this server. One that is only saved does not count."""
         return self._open.holds(owner, name) or self._engine.has_session(full_name(owner, name))
 
     @_alone
     def make(self, owner: str, body: SessionBody, adapter: str | None = None) -> ServerSession:
-        """Open a new session with the name, policy, budget, pins and ``keep_prompt`` of a body, and with an adapter.
+        """Open a new session with the name (or a random one), policy, budget, pins and ``keep_prompt`` of a body.
+
+        Args:
+            owner: to whom it belongs.
+            body: the body.
+            adapter: the adapter that answers in it; ``None``: the model alone.
 
         Raises:
             RefusalError: the name is taken or cannot be used, or there are too many sessions.
@@ -280,14 +297,16 @@ class SessionRegistry:
 
     @_alone
     def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
-        """Return an owner's session. A saved session is opened.
+        """Return an owner's session, marked as used most recently. One that is only saved is opened, and counts as open
+        from then on.
 
         Args:
             owner, name: of the session.
-            until: the session counts as in use until this is set.
+            until: the session counts as in use until this is set; ``None``: it does not count so.
 
         Raises:
             RefusalError: there is no such session, another server holds it, or too many are open.
+            KVKeepError: its file cannot be read.
         """
         entry = self._open.find(owner, name)
         if entry is not None and entry.session.closed:  # a conversation that had to make room for others
@@ -299,7 +318,8 @@ class SessionRegistry:
         return entry
 
     def _reopened(self, owner: str, name: str) -> ServerSession:
-        """Open a saved session, after taking its lease from other servers.
+        """Open the saved session of an owner, after its lease was taken, and its file moved from another server's
+        folder.
 
         Raises:
             RefusalError: there is no such session, another server holds it, or too many are open.
@@ -322,10 +342,16 @@ class SessionRegistry:
 
     @_alone
     def fork(self, owner: str, name: str, copy: str | None) -> ServerSession:
-        """Copy a session under the name ``copy``, or a random one: the copy goes on from the last finished turn.
+        """Open a copy of an owner's session, with the memory after the last finished turn, the same states to go back
+        to, and the same settings. Both go on independently.
+
+        Args:
+            owner, name: of the session.
+            copy: the copy's name; ``None``: a random one.
 
         Raises:
-            RefusalError: there is no such session, the name of the copy is taken, or too many are open.
+            RefusalError: there is no such session, the name of the copy is taken or cannot be used, or too many are
+                open.
         """
         parent = self.find(owner, name)
         session, settled = parent.session, dict(parent.beginning_again)
@@ -342,10 +368,12 @@ class SessionRegistry:
 
     @_alone
     def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
-        """Take back the last turns of a session. With all of them it begins anew, with its first settings.
+        """Take back the last ``turns`` turns of an owner's session, one at least. With all of them it begins anew, with
+        its first settings.
 
         Raises:
-            RefusalError: there is no such session, or its earlier turns are not kept.
+            RefusalError: there is no such session, the memory before these turns is not kept, or there are fewer turns.
+            InputError: a turn is running.
         """
         entry = self.find(owner, name)
         if entry.state_before(turns) is None:
@@ -355,7 +383,8 @@ class SessionRegistry:
         return entry
 
     def _begin_anew(self, owner: str, entry: ServerSession) -> None:
-        """Take back all turns of a session: delete it, and open it again with its first settings.
+        """Take back all turns of a session: delete it with its file, and open a new one of the engine in its place,
+        under its name and with its first settings.
 
         Raises:
             InputError: a turn is running.
@@ -368,12 +397,16 @@ class SessionRegistry:
 
     @_alone
     def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:
-        """Set which tokens of a session may not be evicted, in place of the pins before. The stored state after the
-        last turn gets them, too.
+        """Set which tokens of an owner's session may not be evicted from now on, in place of the pins before. The
+        stored state after the last turn gets them, too; earlier states keep theirs.
+
+        Args:
+            owner, name: of the session.
+            pins: spans of positions; ``()``: none are pinned.
 
         Raises:
             RefusalError: there is no such session, or it has no turn yet.
-            KVKeepError: the engine refuses the pins.
+            KVKeepError: the engine refuses the pins, or a turn is running.
         """
         entry = self.find(owner, name)
         if not entry.session.token_ids:
@@ -386,7 +419,12 @@ class SessionRegistry:
 
     @_alone
     def drop(self, owner: str, name: str, body: DropBody) -> ServerSession:
-        """Let tokens of a session leave its memory, and the stored state after the last turn. Earlier states keep them.
+        """Let tokens leave the memory of an owner's session, and its stored state after the last turn. Earlier states
+        keep them.
+
+        Args:
+            owner, name: of the session.
+            body: names messages or spans of positions, and says whether what stands behind them moves up.
 
         Raises:
             RefusalError: there is no such session, it has no turn yet, or a turn is running.
@@ -406,10 +444,12 @@ class SessionRegistry:
 
     @_alone
     def save(self, owner: str, name: str) -> ServerSession:
-        """Write a session to the disk.
+        """Write an owner's session, with the memory after its last turn, to its file, in place of what was saved
+        before.
 
         Raises:
             RefusalError: there is no such session, it has no turn yet, or the server has no folder.
+            KVKeepError: the file cannot be written.
         """
         self._need_folder()
         entry = self.find(owner, name)
@@ -420,10 +460,12 @@ class SessionRegistry:
 
     @_alone
     def restore(self, owner: str, name: str) -> ServerSession:
-        """Go back to the state in which a session was saved last. It is stored behind the states of earlier turns.
+        """Let an owner's session go back to the memory in its file, which was saved last. It becomes the newest of the
+        states to go back to, so that taking back one turn returns to the memory before this call.
 
         Raises:
-            RefusalError: there is no such session, or it was never saved.
+            RefusalError: there is no such session, it was never saved, or the server has no folder.
+            KVKeepError: the file cannot be read, or a turn is running.
         """
         folder = self._need_folder()
         entry = self.find(owner, name)
@@ -436,10 +478,10 @@ class SessionRegistry:
 
     @_alone
     def remove(self, owner: str, name: str) -> None:
-        """Close a session, delete its file, and give up its lease.
+        """Close an owner's session, delete its file, and give up its lease. A turn that is running is cancelled.
 
         Raises:
-            RefusalError: there is no such session.
+            RefusalError: there is no such session, or another server holds it.
         """
         entry = self.find(owner, name)
         entry.session.close(delete=True)
@@ -460,14 +502,16 @@ class SessionRegistry:
 
     @_alone
     def _let_go(self, owner: str, name: str) -> None:
-        """Close one session and give up its lease, if it is idle and can be written."""
+        """Write and close one open session, and give up its lease; do nothing if a request uses it, if it has no turn
+        yet, or if it cannot be written.
+        """
         entry = self._open.find(owner, name)
         if entry is not None and entry.session.token_ids and not entry.used and entry.close():
             self._open.remove(owner, name)
             self._leases.give(full_name(owner, name))
 
     def keep(self, entry: ServerSession) -> None:
-        """Write a session to the disk after a change, if several servers share the folder; else do nothing.
+        """Write a session to its file after a change, if several servers share the folder; else do nothing.
 
         A failure is logged: the session goes on here, and elsewhere from its last file.
         """
@@ -480,27 +524,30 @@ class SessionRegistry:
 
     @_alone
     def note(self, entry: ServerSession) -> None:
-        """Store a session's state after a turn, to go back to later, and drop the oldest stored states beyond a limit.
+        """Append a session's memory after the last finished turn to those that it can go back to, and drop the oldest
+        ones of all open sessions while they have more bytes than `MOST_STATE_BYTES`.
 
-        The states of other sessions are dropped first. Each session keeps at least one, so the limit may stay exceeded.
+        Those of other sessions are dropped first. Each session keeps its last one, so the limit may stay exceeded.
         """
         entry.note()
         self._trim(entry)
 
     def _trim(self, entry: ServerSession) -> None:
-        """Drop the oldest states until all fit into the limit, those of this session last."""
+        """Drop stored states of open sessions, the oldest of each, until all fit into the limit: those of this session
+        last, and never the last one of any.
+        """
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
             while other.states.turns and self._state_bytes() > MOST_STATE_BYTES:
                 other.states.drop_oldest()
 
     def _state_bytes(self) -> int:
-        """Return the bytes of all states of open sessions. Those that forks share count once."""
+        """Return the bytes of all stored states of open sessions. A state that forks share counts once."""
         states = {id(state): state for entry in self._open for state in entry.states}
         return sum(state.nbytes for state in states.values() if state is not None)
 
     def ran(self, entry: ServerSession) -> None:
-        """Record the end of a turn: remember its memory, and write the session to the disk if servers share the
-        folder.
+        """Record that a turn of a session has ended: store its memory as one to go back to, and, if servers share the
+        folder, write the session to its file.
         """
         self.note(entry)
         self.keep(entry)
@@ -508,13 +555,17 @@ class SessionRegistry:
     def _opened(
         self, owner: str, name: str, memory: Snapshot | None, states: TurnStates | None = None, **options: object
     ) -> ServerSession:
-        """Open a session in the engine and add it to the table. If the engine refuses it, give up its lease.
+        """Open a session in the engine, add it to the table, and return it. The caller has taken its lease, which is
+        given up if the engine refuses the session.
 
         Args:
             owner, name: of the session.
-            memory: with which it begins.
-            states: its memories after its last turns, if they are known.
+            memory: with which it begins; ``None``: with what its file has, or empty.
+            states: its memories after its last turns; ``None``: not known, so that its present memory is the only one.
             options: further arguments of `Engine.session`.
+
+        Raises:
+            KVKeepError: the engine refuses the session.
         """
         full = full_name(owner, name)
         try:
@@ -534,7 +585,8 @@ class SessionRegistry:
         return entry
 
     def _reserve(self, owner: str, name: str | None) -> str:
-        """Reserve a name for a new session, taking its lease: the given name, or a random one.
+        """Check the name for a new session, or make a random one for ``None``; take its lease, and return it. The name
+        is without the owner's.
 
         Whoever opens the session gives the lease back if that fails.
 
@@ -552,7 +604,7 @@ class SessionRegistry:
         return name
 
     def _check_room(self) -> None:
-        """Refuse another session if as many are open as may be.
+        """Forget sessions that were closed elsewhere, and refuse another one if as many are open as may be.
 
         Raises:
             RefusalError: so many are open.
@@ -597,12 +649,14 @@ class Handover:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread, and wait for it. No more sessions are closed."""
+        """Stop the thread that closes sessions, and wait for it. Sessions that are open then stay open."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        """Close idle sessions whenever the server takes no requests, until `end`."""
+        """Ask every 0.1 s whether the server takes requests, and if not, close its idle sessions; until `end` is
+        called.
+        """
         while not self._ended.wait(_LOOK_S):
             try:
                 if not self._stays():

@@ -20,7 +20,9 @@ from kvkeep.server.sse import owner_of, reply
 
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """Return which positions a session's memory holds, in the form of the API, see `ServedModel.shown`."""
+    """Return what a session's memory holds after its last finished turn, in the form of the API, see
+    `ServedModel.shown`; before the first turn nothing.
+    """
     session = entry.session
     ids = session.token_ids
     memory = HeldTokens.of(ids, session.snapshot().contents) if ids else HeldTokens()
@@ -46,7 +48,7 @@ class SessionRoutes:
         return reply(await in_thread(lambda: self._card(self._sessions.make(owner_of(request), body, adapter))), 201)
 
     async def all(self, request: Request) -> Response:
-        """Answer with the list of a key's sessions."""
+        """Answer with the names of all sessions of the key, open or saved."""
         names = await in_thread(lambda: self._sessions.names(owner_of(request)))
         return reply({"object": "list", "data": [{"id": name, "object": "session"} for name in names]})
 
@@ -59,7 +61,7 @@ class SessionRoutes:
         return reply(await in_thread(lambda: held(self._find(request), self._served)))
 
     async def fork(self, request: Request) -> Response:
-        """Copy a session, and answer with the description of the copy."""
+        """Copy a session after its last finished turn, and answer with the description of the copy."""
         body = await body_of(request, ForkBody, self._settings, empty=True)
         return reply(await self._changed(lambda: self._sessions.fork(owner_of(request), name(request), body.id)), 201)
 
@@ -69,7 +71,7 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.rewind(owner_of(request), name(request), body.turns)))
 
     async def pin(self, request: Request) -> Response:
-        """Set which tokens of a session may not be evicted, and answer with its description.
+        """Set which tokens of a session may not be evicted, in place of its pins, and answer with its description.
 
         Raises:
             RefusalError: the pins are missing, or the session refuses.
@@ -81,7 +83,7 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
     async def drop(self, request: Request) -> Response:
-        """Let tokens of a session leave its memory, and answer with its description.
+        """Let messages or spans of tokens of a session leave its memory, and answer with its description.
 
         Raises:
             RefusalError: neither messages nor spans are given, or the session refuses.
@@ -96,23 +98,31 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.save(owner_of(request), name(request))))
 
     async def restore(self, request: Request) -> Response:
-        """Go back to the saved state of a session, and answer with its description."""
+        """Go back to the memory with which a session was saved last, and answer with its description."""
         return reply(await self._changed(lambda: self._sessions.restore(owner_of(request), name(request))))
 
     async def remove(self, request: Request) -> Response:
-        """Close a session, and delete its file."""
+        """Close a session, delete its file, and answer that it is deleted."""
         await in_thread(lambda: self._sessions.remove(owner_of(request), name(request)))
         return reply({"id": name(request), "object": "session.deleted", "deleted": True})
 
     def _find(self, request: Request) -> ServerSession:
-        """Return the session that a path names. It counts as in use until the request ends."""
+        """Return the session that a request's path names, opened if it is only saved. It counts as in use until the
+        request ends. It may wait, so call this in a thread.
+
+        Raises:
+            RefusalError: see `SessionRegistry.find`.
+        """
         return self._sessions.find(owner_of(request), name(request), request.state.ended)
 
     async def _changed(self, work: Callable[[], ServerSession]) -> dict[str, Any]:
-        """Change a session in a thread by ``work``, and return its description. If servers share the folder, write it
-        to the disk.
+        """Call ``work``, which changes a session and returns it, in a thread, and return the session's description
+        after that. If servers share the folder, the session is written to its file as well.
 
         The registry is locked meanwhile, so that the description is that of this change.
+
+        Raises:
+            RefusalError: ``work`` refuses, or raises an error of kvkeep.
         """
 
         def changed() -> dict[str, Any]:
@@ -124,12 +134,18 @@ class SessionRoutes:
         return await in_thread(changed)
 
     def _card(self, entry: ServerSession) -> dict[str, Any]:
-        """Return a session's description in the form of the API."""
+        """Return a session's description in the form of the API, see `card`."""
         return card(entry, self._settings.model_name(entry.session.adapter))
 
 
 def card(entry: ServerSession, model: str) -> dict[str, Any]:
-    """Return a session's description in the form of the API, with the name of its model."""
+    """Return a session's description in the form of the API: name, model, settings, messages, numbers of its memory,
+    and how many turns can be taken back.
+
+    Args:
+        entry: the session.
+        model: the name of its model, with the adapter.
+    """
     session = entry.session
     return {
         "id": entry.id,
@@ -147,5 +163,5 @@ def card(entry: ServerSession, model: str) -> dict[str, Any]:
 
 
 def name(request: Request) -> str:
-    """Return the session name in a request's path."""
+    """Return the session's name in a request's path, without the owner's."""
     return str(request.path_params["name"])

@@ -50,7 +50,9 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def host_name(host: str) -> str:
-    """Return the host name in a ``Host`` header, in lower case and without the port."""
+    """Return the host name in a ``Host`` header, in lower case, without the port and without the dot at the end of a
+    full name. An address of IPv6 keeps its brackets.
+    """
     name, colon, port = host.strip().lower().rpartition(":")
     # an address in brackets has colons of its own, and a full name may end with the dot of the root
     whole = not colon or host.rstrip().endswith("]") or not port.isdecimal()
@@ -58,7 +60,7 @@ def host_name(host: str) -> str:
 
 
 def owner_of(key: str) -> str:
-    """Return the owner's name for a key: a part of its hash, from which the key cannot be read."""
+    """Return the name of the owner of an API key: 16 hexadecimal digits of its hash, from which it cannot be read."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -67,7 +69,7 @@ CONVERSATION = "conv_"
 
 
 def full_name(owner: str, name: str) -> str:
-    """Return a session's name with its owner's in front, which the engine and the file use."""
+    """Return ``OWNER--NAME``, by which the engine, its file and its lease know the session of an owner."""
     return f"{owner}--{name}"
 
 
@@ -82,9 +84,9 @@ class ApiKeys:
     owners: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def owner(self, header: str | None) -> str:
-        """Return the owner of the key in an ``Authorization`` header; everybody's name if the server has no keys.
+        """Return the owner's name of the key in an ``Authorization`` header; ``everybody`` if the server has no keys.
 
-        All keys are compared, each in constant time.
+        All keys are compared, each in constant time, so that the time does not tell which one is alike.
 
         Raises:
             RefusalError: the header has no key, or an unknown one.
@@ -106,7 +108,7 @@ class ApiKeys:
 
 
 def _refused(message: str) -> RefusalError:
-    """Return the refusal for a missing or wrong key."""
+    """Return the refusal with status 401 for a missing or wrong API key."""
     return RefusalError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -158,11 +160,13 @@ class ServerSettings:
     adapters: tuple[str, ...] = ()
 
     def check_host(self, host: str | None, address: tuple[str, int | None] | None) -> None:
-        """Refuse a request whose ``Host`` header names another server (DNS rebinding).
+        """Refuse a request whose ``Host`` header has none of this server's names: those for its own machine, the
+        allowed hosts, and the address at which the connection has arrived. Otherwise a page could have a name of its
+        own that leads here (DNS rebinding).
 
         Args:
-            host: its ``Host`` header; ``None``, which only programs of HTTP/1.0 send, is not refused.
-            address: where the connection arrived.
+            host: its ``Host`` header; ``None``, as programs of HTTP/1.0 send none, is not refused.
+            address: host and port at which the connection has arrived; ``None``: unknown.
 
         Raises:
             RefusalError: the server does not have this name.
@@ -190,11 +194,13 @@ class ServerSettings:
         return self.name.replace("\\", "/").rstrip("/").rpartition("/")[2] or self.name
 
     def model_name(self, adapter: str | None) -> str:
-        """Return the name by which clients ask for the model with an adapter; that of the model alone for ``None``."""
+        """Return the name by which clients ask for the model with an adapter, ``MODEL:ADAPTER``; for ``None`` the
+        model's.
+        """
         return self.name if adapter is None else f"{self.name}:{adapter}"
 
     def adapter_of(self, model: str | None) -> str | None:
-        """Return the adapter in the model name that a client asks for; ``None`` for the base model.
+        """Return the adapter that a client asks for with the name of a model; ``None`` for the model without one.
 
         A model of a folder or a hub's organisation answers to the last part of its name, too, and that of a GGUF file
         to the last part without ``.gguf``.
@@ -217,7 +223,7 @@ class ServerSettings:
         raise unknown("model", model, f"This server runs {known}; see /v1/models.")
 
     def check_adapter(self, model: str | None, adapter: str | None) -> None:
-        """Refuse a model name that differs from the model of the conversation which the request continues.
+        """Refuse a request that continues a conversation under the name of another model, or with another adapter.
 
         Args:
             model: the name in a body; ``None``, which is not refused: it names none.

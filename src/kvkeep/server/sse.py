@@ -24,18 +24,22 @@ _T = TypeVar("_T")
 
 
 def encoded(value: object) -> bytes:
-    """Return a value as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
+    """Return a value as compact JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
+
+    Raises:
+        ValueError: a number is no number of JSON, such as an infinity.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
 
 def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response with a JSON body."""
+    """Return an HTTP response with a value as its JSON body."""
     return Response(encoded(value), status, dict(headers or {}), "application/json")
 
 
 def refused(refusal: RefusalError) -> Response:
-    """Return the JSON response to a request that is refused."""
+    """Return the HTTP response to a request that is refused: its status, OpenAI's error object, and its headers."""
     return reply(refusal.body, refusal.status, refusal.headers)
 
 
@@ -61,7 +65,8 @@ async def answer_to(request: Request, error: Exception) -> Response:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await some work for a client and return its result. If the client closes the connection, cancel the work.
+    """Await some work for a client and return its result, or raise its error. If the client closes the connection
+    before the work is done, cancel it. The request's body must have been read before.
 
     Raises:
         GoneError: the client has closed the connection.
@@ -79,18 +84,18 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def owner_of(request: Request) -> str:
-    """Return the owner of the key that a request came with."""
+    """Return the name of the owner of the key with which a request came, as the middleware has stored it."""
     return str(request.state.owner)
 
 
 def meter_of(request: Request) -> Meter:
-    """Return the meter to which a request that runs the model reports its tokens."""
+    """Return the meter of a request that runs the model, which the middleware or a router has stored with it."""
     meter: Meter = request.state.meter
     return meter
 
 
 def ends(message: Message) -> bool:
-    """Return whether a message is the last piece of an answer's body."""
+    """Return whether an ASGI message is the last piece of an answer's body."""
     return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
@@ -146,7 +151,9 @@ class EventStream(Response):
         self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, until it is complete, the client leaves, or the client does not read in time."""
+        """Send the answer, until it is complete, or the client leaves or does not read in time, which is no error. The
+        chunks are closed then.
+        """
         self._sent = time.monotonic()
         work = [self._write(send), self._watch(send), gone(self._request)]
         writing, *_ = tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
@@ -162,7 +169,9 @@ class EventStream(Response):
             await self._chunks.aclose()
 
     async def _write(self, send: Send) -> None:
-        """Send all chunks. A refusal is sent as the last event."""
+        """Send the head of the answer, an event for each chunk, and the end. If the chunks fail with an error of kvkeep
+        or a refusal, that is the last event but ``[DONE]``.
+        """
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
@@ -176,8 +185,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, send: Send) -> None:
-        """Send a comment whenever no chunk comes for ``ping_s``. Return when the client has not taken a piece within
-        ``write_s``.
+        """Send a comment to the client whenever no chunk has come for ``ping_s`` seconds. Return, and by that end the
+        answer, when the client has not taken a piece within ``write_s`` seconds.
         """
         while True:
             await asyncio.sleep(min(self._ping_s, self._write_s) / _LOOKS)
@@ -203,20 +212,23 @@ class EventStream(Response):
 
 
 def _event(value: Mapping[str, Any], *, named: bool) -> bytes:
-    """Return an object as a server-sent event."""
+    """Return an object as a server-sent event of one line of JSON; with ``named``, under the name of its ``type``."""
     name = f"event: {value['type']}\n".encode() if named else b""
     return b"%bdata: %b\n\n" % (name, encoded(value))
 
 
 def failed(refusal: RefusalError, *, named: bool) -> bytes:
-    """Return the server-sent event for a failure after the stream has begun."""
+    """Return the server-sent event that tells of a failure after the stream has begun: OpenAI's error object; with
+    ``named``, under the name ``error``.
+    """
     return _event({"type": "error", **refusal.body} if named else refusal.body, named=named)
 
 
 async def begun(chunks: Chunks) -> Chunks:
-    """Wait for the empty first chunk, which says that a request has a row, and return the rest of the stream.
+    """Wait for the empty first chunk of a stream, which says that its request has a row, take it off, and return the
+    same stream.
 
-    A failure before it is raised here, so that it still has a status.
+    A failure before it is raised here, while the answer can still have a status of its own; the stream is then closed.
     """
     try:
         await anext(chunks)
@@ -227,7 +239,9 @@ async def begun(chunks: Chunks) -> Chunks:
 
 
 async def followed(chunks: Chunks, after: After) -> Chunks:
-    """Yield the chunks, then await ``after``, unless the stream fails or is closed before its end."""
+    """Yield the chunks, then call and await ``after``, but not if the stream fails or is closed before its end. The
+    chunks are closed in any case.
+    """
     try:
         async for chunk in chunks:
             yield chunk
@@ -240,13 +254,19 @@ async def followed(chunks: Chunks, after: After) -> Chunks:
 
 
 def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """Return the usage of an answer whose prompts have ``n`` texts each."""
+    """Return ``usage`` of an answer: OpenAI's counts of tokens, and kvkeep's own numbers under ``kvkeep``.
+
+    Args:
+        results: the results, ``n`` in a row for each prompt.
+        n: texts of each prompt.
+    """
     return {**responses.usage(results, n), "kvkeep": kept_of(results)}
 
 
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:
-    """Return kvkeep's own numbers of an answer: tokens seen, kept and dropped, and KV bytes, as sums over its texts,
-    and the mean share of attention that was lost.
+    """Return kvkeep's own numbers of an answer: tokens seen, kept (at most the budget) and dropped on request, and
+    bytes of the rows, as sums over its texts; and, as means over them, the shares of attention that evicted tokens
+    carried, for the prompt and for new tokens (``None`` if unknown).
     """
     return {
         "kept_tokens": sum(min(result.budget, _seen(result) - result.dropped_tokens) for result in results),
@@ -261,7 +281,9 @@ def kept_of(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _seen(result: Result) -> int:
-    """Return the number of tokens that a request has read and written."""
+    """Return how many tokens a request's memory has seen: its prompt, tokens that its client has left out and that were
+    read before, and new ones.
+    """
     return result.prompt_tokens + result.skipped_tokens + len(result.token_ids)
 
 
