@@ -397,7 +397,7 @@ class Block:
         return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the block's tensors by others, named as in `per_row`."""
+        """Replace the block's tensors by others, named as in `per_row`. A budget or pins that are missing stay."""
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))

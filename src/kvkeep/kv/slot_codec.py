@@ -498,9 +498,10 @@ class Vectors:
         return self.transform.of_rows
 
     def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
-        """Return the same kind of vectors in other tensors, named as in ``tensors`` and `of_rows`.
+        """Return the same kind of vectors in other tensors, which are named as these vectors' own and those of
+        `of_rows`.
 
-        Other names are left out. Without those of a transform it stays as it is.
+        Other names are left out. Without the tensors of a transform the transform stays.
         """
         transform = KeyTransform(*map(tensors.get, TRANSFORMS)) if EXPONENTS in tensors else self.transform
         return replace(self, tensors={name: tensors[name] for name in self.tensors}, transform=transform)

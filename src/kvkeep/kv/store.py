@@ -130,7 +130,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def slots(self) -> Slots:
-        """Return the slots themselves, as a backend reads and writes them."""
+        """Return keys, values and positions of all slots, as a backend reads and writes them; copies only of a pool
+        that is not opened.
+        """
 
     def in_ranges(self) -> tuple[Slots, Ranges | None]:
         """Return the slots as they lie in memory, and each head's range of them; ``None``: heads lie side by side."""
@@ -296,7 +298,7 @@ class DenseStore(Store):
         return per_head * self.positions.shape[1]
 
     def slots(self) -> Slots:
-        """Return the slots themselves, as attention reads them."""
+        """Return keys, values and positions of all slots, not copied."""
         return Slots(self.keys, self.values, self.positions)
 
     def lying(self, used: int) -> Slots | None:
@@ -396,7 +398,7 @@ class QuantizedStore(Store):
         return other
 
     def slots(self) -> CodedSlots:
-        """Return the slots, which hold quantized vectors."""
+        """Return all slots, quantized as they are and not copied; of an opened store the same object at every call."""
         if self._slots is not None:
             return self._slots
         found = self.vectors.slots(self.positions)
