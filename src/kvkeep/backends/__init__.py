@@ -51,7 +51,8 @@ KINDS: dict[str, type[Backend]] = {
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Return the backend for a device and a dtype.
+    """Return the backend for a device and a model's dtype: the one that the environment variable names, else the
+    fastest. There is one object of each kind.
 
     Raises:
         InputError: the environment variable names no backend, or one that cannot run there.
@@ -61,7 +62,8 @@ def choose(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def why(device: torch.device, dtype: torch.dtype) -> str:
-    """Return in words why `choose` takes the backend that it takes.
+    """Return in words why `choose` takes the backend that it takes: the variable that names it, or which kernel there
+    is, or why there is none.
 
     Raises:
         InputError: see `choose`.
@@ -92,20 +94,22 @@ def missing_kernel(device: torch.device) -> str | None:
 
 @functools.cache
 def _made(kind: type[Backend]) -> Backend:
-    """Return the backend of a kind."""
+    """Return the backend of a kind, the same object at every call."""
     # one object per kind, since a backend may cache what it has compiled
     return kind()
 
 
 def _fastest(device: str, dtype: torch.dtype) -> str:
-    """Return the name of the backend with compiled kernels if there is one; otherwise torch."""
+    """Return the name of the backend whose compiled kernels run on this type of device, on a CPU also in this dtype;
+    ``torch`` if there are none.
+    """
     if device == "cpu":
         return "native" if dtype in TYPES and native().library is not None else "torch"
     return "triton" if device in launch.kernels().devices else "torch"
 
 
 def _checked(name: str, device: str) -> str:
-    """Return the name of a backend that was asked for, if it can run on the device.
+    """Return the given name of a backend if there is such a backend and it can run on this type of device.
 
     Raises:
         InputError: the backend cannot run there, or there is no backend of this name.

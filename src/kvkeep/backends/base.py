@@ -81,7 +81,9 @@ class SlotLimits:
     prompt: Int[Tensor, " B"] | None = None
 
     def ranked(self, scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the scores by which slots go: what `prompt` and the protection make of a policy's scores."""
+        """Return the scores by which slots go, the lowest first: a policy's scores, with the largest finite number for
+        the tokens of the prompt that `prompt` names, and infinity for protected ones.
+        """
         if self.prompt is not None:
             scores = ranking.chosen_last(scores, positions, self.prompt[:, None] - self.recent)
         return ranking.protect(scores, positions, self.seen, sinks=self.sinks, recent=self.recent)
@@ -136,7 +138,7 @@ class Added:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors that the step changes."""
+        """Return all tensors of the policy that the step changes: sums, words and mass of a ring, and ``lost``."""
         ring = () if self.ring is None else (*self.ring.words, self.ring.mass)
         return (*self.states, *ring) if self.lost is None else (*self.states, *ring, self.lost)
 
@@ -189,7 +191,9 @@ LEAST_ROWS = 16
 
 
 def turned(query: Float[Tensor, "B Hq T D"], again: SecondReading) -> Float[Tensor, "B Hq T D"]:
-    """Return the queries as the second reading has them; unchanged if the model does not rotate them."""
+    """Return a prompt's queries as a second reading has them: turned by `SecondReading.length` positions; themselves if
+    the model does not rotate them.
+    """
     length, rotation = again
     if rotation is None:
         return query
@@ -220,7 +224,16 @@ def _rate(
     now: Int[Tensor, "B T"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk S"]:
-    """Return the largest share that each key gets from any query of the second reading, computed in blocks of rows."""
+    """Return the largest share that each key gets from any row and query head of the second reading, in float32; 0 for
+    empty slots. It is computed in blocks of rows.
+
+    Args:
+        query: queries of the first reading.
+        again: the same queries, turned ahead for the second one.
+        slots: see `AttentionInputs`.
+        now: positions of the queries in the first reading.
+        options: see `AttentionInputs`.
+    """
     B, Hq, T, D = query.shape
     Hk, S = slots.keys.shape[1:3]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -241,8 +254,8 @@ def _rate(
 
 
 def _blocks(T: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Return an iterator over blocks of the ``T`` rows, each as large as `BLOCK_BYTES` allows, but at least
-    `LEAST_ROWS`.
+    """Return an iterator over slices of ``T`` rows, with as many rows as `BLOCK_BYTES` hold of ``row_bytes`` each, but
+    at least `LEAST_ROWS`; the last slice may have fewer.
     """
     size = BLOCK_BYTES["cpu" if device.type == "cpu" else "other"]
     rows = max(LEAST_ROWS, size // row_bytes)
@@ -293,7 +306,7 @@ class Repeat(Protocol):
     def takes(
         self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> bool:
-        """Return whether these tensors have the shapes, dtypes and device of the tokens before."""
+        """Return whether the tensors of a new token have the shapes, dtypes and device of the recorded step's."""
 
     def __call__(
         self,
@@ -430,23 +443,29 @@ class AtRanks(Backend):
         return self.backend.attend(self._rotated(inputs))
 
     def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
-        """Compute `Backend.reread` with query and keys rotated to ranks; each head rereads the tokens that it holds."""
+        """Compute `Backend.reread` with query and keys rotated to ranks. ``again`` is not used: each head rereads the
+        tokens that it holds.
+        """
         return self.backend.reread(self._rotated(inputs), self._after_held(inputs))
 
     def attend_twice(
         self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """Return the results of `attend` and `reread`, with query and keys rotated to ranks once."""
+        """Return the results of `attend` and `reread`, with query and keys rotated to ranks once. As there, ``again``
+        is not used.
+        """
         return self.backend.attend_twice(self._rotated(inputs), self._after_held(inputs))
 
     def _rotated(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return the same inputs with query and keys rotated to their ranks."""
+        """Return the inputs with copies of query and keys that are rotated to their tokens' ranks in each head."""
         query, slots, now, *_ = inputs
         query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
         return inputs._replace(query=query, slots=slots._replace(keys=keys))
 
     def _after_held(self, inputs: AttentionInputs) -> SecondReading:
-        """Return a second reading that follows the tokens that each head holds: their ranks are what it sees."""
+        """Return a second reading that comes as many positions later as each head holds tokens, since under ranks these
+        are the positions 0, 1, 2 and so on.
+        """
         return SecondReading((inputs.slots.positions >= 0).sum(dim=-1), self.rotation)
 
     def append(
@@ -500,7 +519,7 @@ def is_known(statistic: Statistic) -> bool:
 
 
 def wanted(statistic: Statistic) -> WantedReport | None:
-    """Return the report that a known statistic asks for; ``None`` if the statistic is `Nothing`."""
+    """Return the report that a statistic asks for which `is_known`; ``None`` if it is `Nothing`."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0
@@ -530,9 +549,10 @@ class RowSums(NamedTuple):
 
 
 def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> RowSums | None:
-    """Return the weights with which a statistic sums over rows at these positions, in the order of its fields.
+    """Return the weights with which a statistic sums over the queries at these positions, one tensor for each of its
+    fields, in their order: first sums of probabilities, then counts of low keys.
 
-    Return ``None`` for a statistic that is no such sum.
+    Return ``None`` for a statistic that is no such sum, or has noise.
     """
     kind, selected = type(statistic), statistic.selects(queries)
     if kind is Nothing:

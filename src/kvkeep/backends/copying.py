@@ -14,9 +14,10 @@ from kvkeep.types import EMPTY, Budget, Report, Slots
 def append(
     slots: LazySlots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"]:
-    """Write a token into an empty slot of each head, see `Backend.append`.
+    """Write one token per row into an empty slot of each head, in place, and return the slots, see `Backend.append`.
 
-    A head that cannot store its token leaves the slot empty.
+    The slot of a padded token stays empty, and so does that of a token that the head cannot store, such as one with NaN
+    in quantized slots.
     """
     slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)  # in a pool: in the head's range
     used = slots.write(slot, keys, values)
@@ -59,20 +60,24 @@ class Copying(Backend):
         return self.backend.attend(_copied(inputs))
 
     def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
-        """Compute `Backend.reread` with the inner backend, over a copy of such slots."""
+        """Compute `Backend.reread` with the inner backend, over a copy of the slots if they lie in a pool or are
+        quantized.
+        """
         return self.backend.reread(_copied(inputs), again)
 
     def attend_twice(
         self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """Return the results of `attend` and `reread` of the inner backend, over one copy of the slots."""
+        """Return the results of `attend` and `reread` of the inner backend, over one copy of the slots if they lie in a
+        pool or are quantized.
+        """
         return self.backend.attend_twice(_copied(inputs), again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """Write a token into an empty slot of each head, in place; slots that the inner backend cannot write are
-        written here.
+        """Write one token per row into an empty slot of each head, in place, and return the slots: by the function
+        `append` if they lie in a pool or are quantized, else by the inner backend.
         """
         if isinstance(slots, LazySlots):
             return append(slots, keys, values, now)
@@ -99,8 +104,8 @@ class Decoding(Copying):
     name = "decoding"
 
     def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """Attend with the inner backend, over a copy of quantized slots whose keys are as they were coded, with the
-        query that belongs to such keys.
+        """Attend with the inner backend. It gets a decoded copy of quantized slots whose keys stay transformed, and the
+        query that belongs to such keys; other slots as they are.
         """
         if isinstance(slots := inputs.slots, CodedSlots):
             inputs = inputs._replace(query=slots.transform.query(inputs.query), slots=slots.transformed())

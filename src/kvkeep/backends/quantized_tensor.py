@@ -71,22 +71,26 @@ class QuantizedTensor(Tensor):
 
     @staticmethod
     def can_have(shape: Sequence[int]) -> bool:
-        """Return whether a matrix can have this shape."""
+        """Return whether weights of this shape can be packed: a matrix whose columns are a multiple of `GROUP_SIZE`."""
         return len(shape) == 2 and shape[1] > 0 and not shape[1] % GROUP_SIZE
 
     @staticmethod
     def bytes_of(shape: Sequence[int], bits: int, group: int) -> int:
-        """Return the bytes that a matrix of this shape takes when it is packed."""
+        """Return the bytes of the packed weights of a matrix of this shape; its last block of `LANES` rows counts
+        whole.
+        """
         return -(-shape[0] // LANES) * _block_bytes(shape[1], bits, group)
 
     @staticmethod
     def rows_at_once(columns: int) -> int:
-        """Return how many rows to set at once, since their codes take a byte each, and their numbers four."""
+        """Return how many rows of so many columns to give to `set_rows` at once: a multiple of `LANES`, with some
+        hundred thousand weights, whose codes take a byte each and whose numbers take four.
+        """
         return LANES * max(1, _AT_ONCE // (LANES * columns))
 
     @classmethod
     def blank(cls, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype) -> QuantizedTensor:
-        """Return a matrix whose rows are still to be set, see `set_rows`."""
+        """Return a packed matrix on the CPU whose rows are still to be set by `set_rows`; its content is undefined."""
         assert (bits, group) in FORMATS, (bits, group)
         assert cls.can_have(shape), shape
         size = -(-shape[0] // LANES), _block_bytes(shape[1], bits, group)
@@ -97,10 +101,11 @@ class QuantizedTensor(Tensor):
     def quantize(
         cls, weight: Float[Tensor, "rows columns"], bits: int, done: Callable[[Tensor], None] | None = None
     ) -> QuantizedTensor:
-        """Return a matrix rounded to 4 or 8 bits: codes reach from the smallest to the largest weight of a group.
+        """Return a packed copy of a matrix on the CPU, rounded to 4 or 8 bits: codes reach from the smallest to the
+        largest weight of a group of `GROUP_SIZE`.
 
         Args:
-            weight: the matrix; its columns are a multiple of `GROUP_SIZE`.
+            weight: the matrix; its columns are a multiple of `GROUP_SIZE`. The result stands for numbers of its dtype.
             bits: of a code.
             done: is called with each part of the matrix, some millions of weights, that has been read.
         """
@@ -115,7 +120,7 @@ class QuantizedTensor(Tensor):
         return result
 
     def _quantize_rows(self, begin: int, weight: Float[Tensor, "n columns"], bits: int) -> None:
-        """Fill rows from ``begin`` on with rounded weights."""
+        """Round weights, and set them as the rows from ``begin`` on, a multiple of `LANES`."""
         rows, columns = weight.shape
         step = self.rows_at_once(columns)
         for first in range(0, rows, step):
@@ -134,9 +139,17 @@ class QuantizedTensor(Tensor):
         scales: Float[Tensor, "n groups"],
         minimums: Float[Tensor, "n groups"],
     ) -> None:
-        """Fill rows from ``first`` on, a multiple of `LANES`; their number is one, too, unless they are the last."""
+        """Set rows in place, so that they stand for ``scales * codes + minimums``; scales and minimums are rounded to
+        float16, relative to a power of two of their row.
+
+        Args:
+            first: the first row, a multiple of `LANES`. The number of rows is one, too, unless they are the last.
+            codes: a code for each weight.
+            scales: a scale for each group of neighbours in a row.
+            minimums: a minimum for each such group.
+        """
         blocks = -(-len(codes) // LANES)
-        missing = (0, 0, 0, blocks * LANES - len(codes))
+        missing = (0, 0, 0, blocks * LANES - len(codes))  # no columns, and the rows that the last block lacks
         groups = self.shape[1] // self.group
         numbers = torch.stack((scales, minimums), -1)
         factors = _factors(numbers)
@@ -150,10 +163,15 @@ class QuantizedTensor(Tensor):
         _put_codes(pad(codes, missing).view(blocks, LANES, groups, -1, 4), self.bits, inner)
 
     def dequantize(self, indices: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "rows columns"]:
-        """Return the numbers of all rows, or of rows with these indices, one after the other.
+        """Return the numbers of all rows, or of rows with these indices, one after the other, unpacked by the kernel if
+        it can, else by torch; in the dtype of this tensor.
+
+        Args:
+            indices: rows in any order, also repeatedly, in a tensor of any shape; ``None``: all rows.
 
         Raises:
-            IndexError: an index is none of a row.
+            IndexError: an index is below 0, or not below the number of rows.
+            MemoryError: the kernel got no memory.
         """
         rows, columns = (len(self) if indices is None else indices.numel()), self.shape[1]
         if indices is not None and rows and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
@@ -198,11 +216,13 @@ class QuantizedTensor(Tensor):
         return f"QuantizedTensor({tuple(self.shape)}, bits={self.bits}, group={self.group}, dtype={self.dtype})"
 
     def data_ptr(self) -> int:
-        """Return the address of the packed weights."""
+        """Return the address of the packed weights, as the tensor has no storage of its own."""
         return self.packed.data_ptr()
 
     def _like(self, packed: Tensor, dtype: torch.dtype | None = None) -> QuantizedTensor:
-        """Return a tensor of this one's shape, bits and group around other packed bytes."""
+        """Return a tensor of this one's shape, bits and group around other packed bytes; ``dtype``: of the numbers that
+        it stands for, by default this one's.
+        """
         rows, columns = self.shape
         return QuantizedTensor(packed, (rows, columns), self.bits, self.group, dtype or self.dtype)
 
@@ -218,7 +238,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(inner["packed"], *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        """Return a copy with packed weights of its own."""
+        """Return a copy with packed weights of its own, a parameter if this is one."""
         if id(self) not in memo:
             copy = self._like(self.packed.clone())
             memo[id(self)] = torch.nn.Parameter(copy, False) if isinstance(self, torch.nn.Parameter) else copy
@@ -226,7 +246,7 @@ class QuantizedTensor(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the packed weights."""
+        """Return what pickle needs to make the tensor anew: packed weights, format, and whether it is a parameter."""
         rest = tuple(self.shape), self.bits, self.group, self.dtype
         return _restored, (self.packed, *rest, isinstance(self, torch.nn.Parameter))
 
@@ -234,7 +254,7 @@ class QuantizedTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch; one that `implements` replaces is called in its place."""
+        """Call a function of torch, or what `implements` has registered in its place."""
         own = _FUNCTIONS.get(func)
         if own is not None:
             return own(*args, **(kwargs or {}))
@@ -245,7 +265,8 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as what switches it off
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on unpacked numbers; operators that only copy keep them packed.
+        """Run an operator on unpacked numbers, which are plain tensors, and so is the result. Detach, alias, clone and
+        conversions return a packed tensor.
 
         Raises:
             UnsupportedOperationError: the operator changes a quantized tensor.
@@ -267,7 +288,13 @@ class QuantizedTensor(Tensor):
 
 
 def _changes(declared: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator writes to a quantized tensor, given the arguments of its schema."""
+    """Return whether an operator writes to a quantized tensor.
+
+    Args:
+        declared: the arguments that the operator's schema declares.
+        args: the arguments by position.
+        kwargs: the arguments by name.
+    """
     given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
     written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
     return any(isinstance(leaf, QuantizedTensor) for leaf in tree_leaves(written))
@@ -284,7 +311,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for what is called in place of functions of torch that are given a `QuantizedTensor`."""
+    """Return a decorator that registers a function to be called in place of these functions of torch whenever they are
+    given a `QuantizedTensor`. The function itself stays as it is.
+    """
 
     def register(own: Callable[..., Any]) -> Callable[..., Any]:
         _FUNCTIONS.update(dict.fromkeys(functions, own))
@@ -296,7 +325,7 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 def _restored(
     packed: Tensor, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype, is_parameter: bool
 ) -> Tensor:
-    """Return a tensor that was pickled or copied."""
+    """Return a quantized tensor, or a parameter, from what `QuantizedTensor.__reduce_ex__` has returned."""
     tensor = QuantizedTensor(packed, shape, bits, group, dtype)
     return torch.nn.Parameter(tensor, False) if is_parameter else tensor
 
@@ -310,8 +339,8 @@ def _block_bytes(columns: int, bits: int, group: int) -> int:
 
 
 def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:
-    """Return a power of two for each row. Divided by it, the largest of the row's scales and minimums lies just below
-    2**15: float16 neither overflows nor loses digits.
+    """Return a power of two for each row, in float32. Divided by it, the row's largest scale or minimum has a size from
+    2**14 to below 2**15: float16 neither overflows nor loses digits.
     """
     _, exponents = torch.frexp(numbers.abs().amax(dim=(1, 2)))
     factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - _LARGEST_HALF)
@@ -327,7 +356,8 @@ def _by_lane(halves: Tensor, blocks: int) -> Tensor:
 
 
 def _put_codes(codes: UInt8[Tensor, "blocks lanes groups steps 4"], bits: int, to: Tensor) -> None:
-    """Pack codes into the bytes of their groups before the scales.
+    """Pack codes into ``to``, ``(blocks, groups, bytes)``, in place; each group's scales and minimums at the end of its
+    bytes stay.
 
     Two codes share a byte with their lower 4 bits, one of the first half of a group's steps and one of the second.
     Further bits of all steps share the bytes behind them.
@@ -348,11 +378,11 @@ def _put_codes(codes: UInt8[Tensor, "blocks lanes groups steps 4"], bits: int, t
 
 
 def _codes(stored: UInt8[Tensor, "blocks groups bytes"], bits: int) -> UInt8[Tensor, "blocks lanes groups steps 4"]:
-    """Return the codes of all rows; the inverse of `_put_codes`."""
+    """Unpack the codes of all rows, one byte for each; the inverse of `_put_codes`. ``stored`` has no scales."""
     words = stored.reshape(*stored.shape[:2], -1, LANES, 4)
     if bits < 8:
         upper = bits - 4
-        lower = words[:, :, : words.shape[2] - (upper > 0)]
+        lower = words[:, :, : words.shape[2] - (upper > 0)]  # the last word of a group has the further bits
         codes = torch.cat((lower & 15, lower >> 4), 2)
         if upper:
             shifts = upper * torch.arange(codes.shape[2], dtype=torch.uint8, device=codes.device).view(-1, 1, 1)

@@ -48,7 +48,8 @@ def logits(
 def softmax(
     found: Float[Tensor, "B Hk G T S"], sinks: Float[Tensor, " Hq"] | None = None
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Return the softmax over the keys; a learned sink takes its part and is left out.
+    """Return the softmax over the keys. A learned sink of each query head takes its part of the sum, but has no entry
+    in the result.
 
     Rows that see nothing are NaN.
     """
@@ -88,7 +89,7 @@ def attend(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
 
 
 def reread(inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
-    """Compute `Backend.reread` with whole matrices, in float64."""
+    """Compute `Backend.reread` with whole matrices, and return it in float64."""
     query, slots, now, options, _ = inputs
     keys, positions = slots.keys.double(), slots.positions.expand(slots.keys.shape[:3])
     keys = keys.masked_fill((positions < 0)[..., None], 0.0)

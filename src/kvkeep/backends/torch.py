@@ -128,7 +128,9 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:
-    """Return the positions of one head if all heads hold the same, so that one mask serves all; else all positions."""
+    """Return the positions of one head, ``(B, 1, S)``, if all heads of each row hold the same, so that one mask serves
+    all; else the positions as they are.
+    """
     first = positions[:, :1]
     return first if torch.equal(positions, first.expand_as(positions)) else positions
 
@@ -141,7 +143,9 @@ def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _silent(selected: Bool[Tensor, "B T"], statistic: Statistic) -> int:
-    """Return the number of query rows before the first one that the statistic counts in any row of the batch."""
+    """Return the number of query rows before the first one that the statistic counts in any row of the batch; all of
+    them if it counts none, or has no fields.
+    """
     if not statistic.fields:
         return selected.shape[1]
     counted = selected.any(dim=0).nonzero()
@@ -155,7 +159,9 @@ def _fused(
     hidden: Bool[Tensor, "B H 1 T S"],
     scaling: float,
 ) -> Float[Tensor, "B Hk G T E"]:
-    """Run torch's fused attention. A query that sees nothing sees all keys instead, so that its output is finite."""
+    """Run torch's fused attention, in the dtype of the keys. A query from which all keys are hidden sees all of them
+    instead, so that its output is finite.
+    """
     shown = ~(hidden & ~hidden.all(dim=-1, keepdim=True))
     # one mask serves all query heads if all KV heads hold the same positions
     mask = shown.expand(-1, -1, query.shape[2] if shown.shape[1] > 1 else 1, -1, -1).flatten(1, 2)
@@ -196,7 +202,8 @@ def _logits(
 def _softmax(
     logits: Float[Tensor, "B Hk G T S"], hidden: Bool[Tensor, "B H 1 T S"], sinks: Float[Tensor, " Hq"] | None
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Return the softmax over the visible keys.
+    """Return the softmax over the visible keys; ``logits`` are changed in place. With sinks the probabilities add up to
+    less than 1.
 
     A row that sees nothing becomes uniform, not NaN; no statistic counts it.
     """
@@ -209,7 +216,7 @@ def _softmax(
 
 
 def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk G T E"]:
-    """Return the values weighted by the probabilities and summed, in float32."""
+    """Return the values weighted by the probabilities and summed over the keys, in the dtype of the probabilities."""
     B, Hk, G, T, S = p.shape
     flat = p.reshape(B, Hk, G * T, S)
     if values.dtype == flat.dtype:

@@ -49,9 +49,10 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
 
 
 def places(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the name in a shared block of each head state that a policy declares: its axes and a number.
+    """Return, for each head state that a policy declares, its name in a block that several policies share: its axes,
+    ``#`` and a number from 0. ``{"query": "D"}`` gives ``{"query": "D#0"}``.
 
-    States of the same axes share a tensor, in the order in which a policy names them.
+    The n-th state with some axes has the same name in every policy, so different policies use the same tensor.
     """
     found: dict[str, str] = {}
     for name, letters in axes.items():
@@ -67,7 +68,7 @@ def shared(axes: Mapping[str, str]) -> dict[str, str]:
 
 
 def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
-    """Count the numbers in all states of one head."""
+    """Count the numbers in all states that one head of one row has with these axes, see `empty`."""
     # only shapes are counted: on the meta device nothing is allocated
     keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
     return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
@@ -165,7 +166,10 @@ class Block:
             counter.zero_()
 
     def clear_row(self, row: int | slice) -> None:
-        """Empty one row, or several: slots, states of heads, counters and pins."""
+        """Empty one row, or several: slots, states of heads, counters and pins. The budget stays.
+
+        States of slots are left: a new token overwrites them.
+        """
         for name in self.heads:
             self.state[name][row] = 0.0
         self.store.clear(row)
@@ -188,7 +192,10 @@ class Block:
             held[name][rows] = new[name].to(held[name].device) if name in new else 0
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """Return the positions that the next ``T`` tokens of each row will have, -1 for padding. Nothing is counted."""
+        """Return the positions that the next ``T`` tokens of each row will have, -1 for padding. Nothing is counted.
+
+        They go on from the number of tokens seen, and padding takes none. Without ``real`` no token is padding.
+        """
         if real is None:
             # for one token an operation less, in every layer of a decode step
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
@@ -247,6 +254,9 @@ class Block:
         """Set a budget for each head, and give the heads slots for it.
 
         The slots lose their content in a pool, and wherever their number grows: the caller must be about to fill them.
+
+        Raises:
+            ShapeError: the pool of a row has too few slots (checked on a CPU only).
         """
         if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
             self.budget.copy_(budget)  # in place, for blocks that share this memory
@@ -262,12 +272,15 @@ class Block:
         self.pins = spans.table(rows, self.seen.device)
 
     def equal_budgets(self) -> Int[Tensor, "B 1"] | None:
-        """Return the budget of each row if all heads among which it is divided have the same, otherwise ``None``."""
+        """Return the budget of one head in each row if in every row all heads have the same one, otherwise ``None``.
+
+        Of a `JointBlock` these are the heads of all layers.
+        """
         budget = budgets.table(self.budget, self.sequences)  # of which each row has one, also in a `JointBlock`
         return budget[:, :1] if bool((budget == budget[:, :1]).all()) else None
 
     def divide(self) -> None:
-        """Divide the pool among its heads by their budgets. The slots lose their content."""
+        """Give each head as many slots of the pool as its budget, and one more. The slots lose their content."""
         assert isinstance(self.store, PooledStore)
         assert isinstance(self.budget, Tensor)
         self.store.divide(self.budget + 1)
@@ -283,11 +296,12 @@ class Block:
         return held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
 
     def of_slots(self) -> State:
-        """Return the policy's state of each slot."""
+        """Return the state tensors that have one number for each slot, by name: all but those of heads. Not copied."""
         return {name: tensor for name, tensor in self.state.items() if name not in self.heads}
 
     def per_row(self) -> dict[str, Tensor]:
-        """Return every tensor of the block by name. The first axis of each tensor is the rows.
+        """Return every tensor of the block by name. The first axis of each tensor is the rows. The budget and the pins
+        are among them where they are tensors.
 
         Moving, copying and selecting rows, and counting bytes, are all based on this list.
         """
@@ -318,7 +332,7 @@ class Block:
             self._pad(missing)
 
     def _pad(self, missing: int) -> None:
-        """Replace the state of slots by tensors with ``missing`` more slots."""
+        """Replace the state of slots by tensors with ``missing`` more slots; if negative, with so many fewer."""
         # filled with anything: a new token overwrites it
         wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
         self.state = self.state | wider
@@ -339,10 +353,10 @@ class Block:
             tensor[target] = tensor[source]
 
     def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
-        """Return the same slots as another policy sees them: the state tensors get that policy's names.
+        """Return a block over the same tensors whose state has another policy's names; state that it lacks is left out.
 
         Args:
-            starts: the policy's state of slots.
+            starts: the policy's state of slots: its i-th name stands for this block's i-th state of slots.
             heads: the policy's state of heads; this block has it under the names of `places`.
         """
         other = copy.copy(self)
@@ -364,7 +378,7 @@ class Block:
         self._take(found)
 
     def memory(self) -> MemoryUsage:
-        """Return the memory usage, summed over the tensors. The formula is in ``docs/layouts.md``."""
+        """Return the memory usage of all rows, in bytes; zeros without rows. ``docs/layouts.md`` has the formula."""
         if not self.store.room:
             return MemoryUsage()  # no rows
         everything = bytes_of(self.per_row().values())
@@ -379,11 +393,11 @@ class Block:
         )
 
     def full_bytes(self) -> int:
-        """Return the bytes of the keys and values of all tokens seen."""
+        """Return the bytes that keys and values of all tokens seen, evicted ones too, have in the model's dtype."""
         return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the block's tensors by others, named as in `per_row`."""
+        """Replace the block's tensors by others, named as in `per_row`. A budget or pins that are missing stay."""
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
@@ -412,7 +426,7 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
     Existing tensors stay the same objects.
     """
     for i in range(len(block.of_slots()), len(starts)):
-        block.state[str(i)] = block.store.numbers(0.0)
+        block.state[str(i)] = block.store.numbers(0.0)  # any number: a new token's state is written with it
     block.state |= _missing(block, heads)
     block.heads = block.heads.union(shared(heads))
 
@@ -588,7 +602,13 @@ def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
 
 
 def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
-    """Return two matching indices: the slots that new tokens get, and the tokens themselves."""
+    """Return two matching indices: the first empty slots of each head, and the tokens that go there, in their order.
+
+    Args:
+        free: whether each slot is empty.
+        coming: whether each token needs a slot.
+        used: where new tokens go if all of them come and no slot before is empty.
+    """
     stop = used + coming.shape[-1]
     # the usual case, a first prompt within the budget: slices copy faster than indices
     if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():

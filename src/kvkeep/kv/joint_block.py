@@ -69,7 +69,9 @@ class JointBlock(Block):
         return part
 
     def of_layer(self, number: int) -> dict[str, Tensor]:
-        """Return the tensors of one layer, named as in `per_row`. The pools in it are those of all layers."""
+        """Return the tensors of one layer, named as in `per_row`, as views of this block's. The pools and the state of
+        slots are those of all layers: the layer's ``starts`` say which entries are its own.
+        """
         n = self.lost.shape[1] // self.layers
         mine, of_heads = slice(number * n, (number + 1) * n), {*_OF_HEADS, *(f"state.{name}" for name in self.heads)}
         found = {name: x[:, mine] if name in of_heads else x for name, x in self.per_row().items()}
@@ -102,7 +104,9 @@ class PartBlock(Block):
         self.whole.pins = self.pins
 
     def equal_budgets(self) -> Int[Tensor, "B 1"] | None:
-        """Return the budget of each row if the heads of all layers have the same, otherwise ``None``."""
+        """Return the budget of one head in each row if in every row the heads of all layers have the same one,
+        otherwise ``None``.
+        """
         return self.whole.equal_budgets()
 
     def divide(self) -> None:
@@ -144,7 +148,7 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
 
     Args:
         parts: the parts of all layers of a `JointBlock`, or the same rows of them.
-        numbers: budgets of the heads of all layers.
+        numbers: budgets of the heads of all layers, those of the first layer first; each gets one slot more.
         rows: which rows of the parts.
 
     Raises:
@@ -165,11 +169,11 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
 
 def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None]) -> None:
     """Set the budgets of the heads in all layers with pools, and divide the pools accordingly. The slots lose their
-    content.
+    content. Layers that share one pool get theirs together.
 
     Args:
         blocks: the block of each layer with slots.
-        budgets: the budgets of each layer's heads; ``None`` where all heads have the same.
+        budgets: the budgets of each layer's heads; ``None``: that layer's block is left as it is.
     """
     pairs = [(block, budget) for block, budget in zip(blocks, budgets, strict=True) if budget is not None]
     if joint := [pair for pair in pairs if isinstance(pair[0], PartBlock)]:

@@ -53,13 +53,14 @@ def count(
     phase: Phase,
     among: Bool[Tensor, "B Hk S"] | None = None,
 ) -> None:
-    """Add to ``lost`` the mass of a step's evicted tokens, and that of all its tokens.
+    """Add to ``lost`` the mass of a step's evicted tokens, and that of all its tokens: in a prefill to its first two
+    numbers, otherwise to its last two.
 
     Do nothing if the policy's statistic has no mass.
 
     Args:
         lost: the sums of a block, which are changed.
-        report: the statistic of the step.
+        report: the statistic of the step, of which only the field ``mass`` is read.
         stays: whether each slot's token stays.
         phase: the kind of the step's tokens.
         among: slots that count; the others hold tokens that a sliding window has passed. ``None``: all.
@@ -87,8 +88,13 @@ def shares(lost: Float[Tensor, "*heads 4"]) -> LostShares:
 
 
 def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
-    """Return the shares of one row, averaged over the layers and heads whose statistic reports a mass; ``None`` if
-    none does.
+    """Return the shares of one row, averaged over layers and KV heads; those without a mass are left out.
+
+    Args:
+        layers: each layer's sums of this row.
+
+    Returns:
+        Shares that are ``None`` where no head has a mass.
     """
     if not layers:
         return LostMass()
@@ -98,6 +104,6 @@ def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
 
 
 def _mean(found: Tensor) -> float | None:
-    """Return the mean without NaN; ``None`` if nothing is left."""
+    """Return the mean of all numbers but NaN; ``None`` if there are no others."""
     value = float(found.nanmean())
     return value if math.isfinite(value) else None

@@ -208,7 +208,8 @@ class PooledStore(Store):
         *,
         room: int = 1,
     ) -> PooledStore:
-        """Return a store in which each head has one slot more than its budget.
+        """Return an empty store with room for heads of these budgets, and one slot more for each. The heads have equal
+        ranges until `divide` is called.
 
         Args:
             like_keys: see `Store`.
@@ -217,7 +218,8 @@ class PooledStore(Store):
             room: the row has this many times the slots of its heads' budgets, for heads that may get more.
         """
         heads = like_keys.shape[1]
-        # the same number for each head, rounded up; + 1 for the token that is written before another one is evicted
+        # the same number for each head, rounded up, until `divide`; + 1 for the token that is written before another
+        # one is evicted
         made = cls(like_keys, like_values, -(-room * max(map(sum, budgets)) // heads) + 1)
         made.widest = max(map(max, budgets)) + 1
         return made
@@ -254,7 +256,7 @@ class PooledStore(Store):
         return self.vectors.dtypes[0]
 
     def index(self) -> Int[Tensor, "B Hk S"]:
-        """Return the entry of each slot in the pools, see `indices`."""
+        """Return the entry of each slot, counted over the pools of all rows, see `indices`."""
         return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
 
     def numbers(self, start: float) -> Float[Tensor, "B P"]:
@@ -446,7 +448,9 @@ class OpenedPool(Store):
         return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def _first(self, used: int) -> Vectors:
-        """Return copies of the first ``used`` slots of each head, as they are stored."""
+        """Return copies of keys and values of the first ``used`` slots of each head, side by side, as they are
+        stored.
+        """
         return self.pool.vectors.each(lambda pool: side_by_side(pool, self.index[:, :, :used]))
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:

@@ -49,9 +49,10 @@ def protect(
 
 
 def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Return scores in which the chosen slots have the largest finite score, and all others a lower one.
+    """Return new scores in which the chosen slots have the largest finite number, and no other slot has more than the
+    number just below it.
 
-    `protect` leaves that score as it is.
+    So the chosen slots go after all others, and before what `protect` sets to infinity.
     """
     most = torch.full((), torch.finfo(scores.dtype).max, dtype=scores.dtype)
     below = most.nextafter(torch.zeros_like(most)).item()
@@ -61,8 +62,8 @@ def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -
 def chosen_last(
     scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"], before: Int[Tensor, "B #Hk"]
 ) -> Float[Tensor, "B Hk S"]:
-    """Return scores in which the tokens at positions below ``before`` have the largest finite score, so that they go
-    after all others.
+    """Return new scores in which the tokens at positions below ``before`` have the largest finite number, so that they
+    go after all others; among each other the oldest goes first. Other scores stay.
     """
     return scores.masked_fill(positions < before[:, :, None], torch.finfo(scores.dtype).max)
 
@@ -139,7 +140,9 @@ def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -
 
 
 def ranks(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk S"]:
-    """Return the rank of each slot, from 0 for the one that goes first. Empty slots count with position -1."""
+    """Return the rank of each slot among all slots of its head, from 0 for the lowest score; among equal scores the
+    older token has the lower rank. Empty slots take part, with their score and position -1.
+    """
     by_age = positions.argsort(dim=-1)
     order = by_age.gather(-1, scores.gather(-1, by_age).argsort(dim=-1, stable=True))
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
@@ -154,7 +157,8 @@ def pooled(
     kernel: int,
     kind: Literal["max", "avg", "mean"],
 ) -> Float[Tensor, "B Hk S"]:
-    """Pool values over neighbouring positions with stride 1, so that their number stays the same.
+    """Pool values over neighbours, the slots that count in the order of their positions, with stride 1. Return one
+    value per slot, in the order of the slots. Gaps between positions do not matter.
 
     Args:
         values: one value per slot.
@@ -196,7 +200,9 @@ def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tens
 def value_prior(
     values: Float[Tensor, "B Hk S E"], positions: Int[Tensor, "B Hk S"], kernel: int
 ) -> Float[Tensor, "B Hk S"]:
-    """Return squared norms of the values, averaged over neighbours and divided by the largest (AhaKV, Eq. 13-14)."""
+    """Return the squared norm of each slot's value, averaged over neighbours as by `pooled` and divided by the largest
+    of the head (AhaKV, Eq. 13-14); 0 for empty slots.
+    """
     sizes = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=-1)
     smooth = pooled(sizes, positions, positions >= 0, kernel=kernel, kind="mean")
     # a head whose values are all 0 gets 0, not NaN
@@ -204,7 +210,8 @@ def value_prior(
 
 
 def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], top: Top) -> Float[Tensor, "B Hk G 1 S"]:
-    """Return attention probabilities in which only the newest token and the ``top.n`` largest of each row are not 0.
+    """Return attention probabilities in which only the newest token and the ``top.n`` largest others of each query
+    head are not 0; equal ones at the limit all stay.
 
     With ``top.renormalise`` they add up to 1 again. A row that sees no key stays 0.
     """

@@ -49,12 +49,12 @@ class RowCopy:
 
     @property
     def used(self) -> int:
-        """Return the number of slots up to the last occupied one."""
+        """Return the number of slots up to the last one that is occupied in any head."""
         return self.positions.shape[1]
 
     @property
     def most(self) -> int:
-        """Return the most slots of a head that may stay occupied."""
+        """Return the largest budget of a head."""
         return max(self.budget) if isinstance(self.budget, tuple) else self.budget
 
     @property
@@ -68,9 +68,11 @@ class RowCopy:
         return bytes_of((*self.tensors.values(), self.positions))
 
     def shortest(self, window: int | None, dropped: spans.Spans = ()) -> int | None:
-        """Return the fewest tokens to which `cut_back` can bring the row; ``None`` if some token was evicted.
+        """Return the fewest tokens to which `cut_back` can bring the row: 0, or `seen` if it cannot be shortened;
+        ``None`` if some token was evicted.
 
-        State that a policy keeps for a head as a whole depends on all tokens seen, so it allows no fewer.
+        State that a policy keeps for a head as a whole depends on all tokens seen, so it allows no fewer. Nor do tokens
+        that the window has passed and that are gone, since a shorter row would see them again.
 
         Args:
             window: sliding window of the layer. Tokens that it has passed do not count as evicted.
@@ -90,12 +92,14 @@ class RowCopy:
         return 0 if whole or window is None else self.seen
 
     def cut_back(self, tokens: int) -> RowCopy:
-        """Return the row with its first tokens only, which then lie in the order of their positions.
+        """Return a copy of the row as if only its first tokens had been seen; they then lie in the order of their
+        positions. If all stay, return this row, with its order.
 
         Pins behind them are cut off. Scores of the policy keep what later tokens have added to them.
 
         Args:
-            tokens: how many stay; `shortest` or more.
+            tokens: number of tokens seen after the cut, dropped ones included: positions below it stay. `shortest` or
+                more.
         """
         if tokens == self.seen:
             return self
@@ -111,7 +115,8 @@ class RowCopy:
         return replace(self, tensors=tensors, positions=ordered[:, :used], pins=pins, pack=None)
 
     def without(self, dropped: spans.Spans) -> RowCopy:
-        """Return the row as it is once the tokens at some positions are evicted from every head.
+        """Return the row as it is once the tokens at some positions are evicted from every head, pinned ones too; this
+        row itself if it holds none of them.
 
         The tokens that stay keep their positions and their order, and move up into the first slots of their head.
         """
@@ -134,7 +139,7 @@ class RowCopy:
 
 
 def _heads_of(order: Int[Tensor, "Hk used"]) -> Int[Tensor, "Hk 1"]:
-    """Return the number of each head, as an index that goes with one of slots."""
+    """Return the numbers of the heads as a column: ``x[_heads_of(order), order]`` takes slots in each head's order."""
     return torch.arange(len(order), device=order.device)[:, None]
 
 
@@ -203,22 +208,32 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
 
 
 def _put(block: Block, copy: RowCopy, but: Collection[str] = ()) -> None:
-    """Overwrite a one-row block, whose slots lie side by side, with a copy; leave out the tensors named in ``but``."""
+    """Overwrite the tensors of a one-row block, whose slots lie side by side, with those of a copy, up to its last
+    slot; leave out the tensors named in ``but``.
+    """
     for name, held in block.per_row().items():
         if name in copy.tensors and name not in but:
             (held[:, :, : copy.used] if name in copy.cut else held).copy_(copy.tensors[name][None])
 
 
 def _put_in_pool(block: Block, store: OpenedPool, copy: RowCopy) -> None:
-    """Overwrite an opened one-row block, whose heads share a pool, with a copy."""
+    """Overwrite an opened one-row block, whose heads share a pool, with a copy.
+
+    Args:
+        block: the opened block.
+        store: its store.
+        copy: the row's new content.
+    """
     stored = {name: x[None] for name, x in copy.tensors.items() if name.startswith("store.")}
     vectors = store.pool.vectors.over({name.removeprefix("store."): x for name, x in stored.items()})
-    store.put(vectors, None, copy.positions[None])
+    store.put(vectors, None, copy.positions[None])  # None: what could not be stored has no position in the copy
     _put(block, copy, [name for name in stored if name in copy.cut])
 
 
 def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
-    """Set the pinned spans of a row, or of several. Return whether a wider table of pins had to be allocated."""
+    """Set the pinned spans of a row, or the same ones of several. Return whether the block got a new table of pins,
+    because it had none or one that was too narrow.
+    """
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
         # a power of two, so that it is rarely replaced: whatever holds the table is then made anew
@@ -235,7 +250,8 @@ def check_row(block: Block, copy: RowCopy) -> None:
     """Refuse a copy that does not fit into a row of the block.
 
     Raises:
-        ShapeError: names, shapes or dtypes of tensors differ, or the block has too few slots.
+        ShapeError: names, shapes or dtypes of tensors differ, the copy has budgets for another number of heads, or the
+            block has too few slots.
     """
     pooled = block.store if isinstance(block.store, PooledStore) else None  # once opened, a block shows no pool
     block = block.part(0, 1).opened()
@@ -261,7 +277,8 @@ def check_row(block: Block, copy: RowCopy) -> None:
 
 
 def check_slots(copy: RowCopy, capacity: int) -> None:
-    """Refuse a copy that needs more slots per head than a block has, one for the next token included.
+    """Refuse a copy whose occupied slots do not fit into ``capacity`` slots per head, or whose budget leaves none of
+    them for the next token.
 
     Raises:
         ShapeError: the block has too few slots.
@@ -306,12 +323,12 @@ def has_room(block: Block, budget: Number, apart: bool) -> bool:
 
 
 def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Return a contiguous copy that shares no memory with the tensor."""
+    """Return a contiguous copy on a device (``None``: the tensor's own) that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
 def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
-    """Return the pinned spans of each row; ``()`` for a row without pins."""
+    """Return the pinned spans of each of these rows; ``()`` for a row without pins."""
     if block.pins is None:
         return [()] * len(block.seen[rows])
     found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
@@ -337,7 +354,8 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
 
 
 def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
-    """Return the budget of each row: one number if all of its heads have the same, else one per head.
+    """Return the budget of a head in each of these rows: one number if all heads of the row have the same, else one per
+    head.
 
     A policy without budgets per head may have run in a pool, and its rows must also fit a block without one.
     """
@@ -353,9 +371,10 @@ _DENSE = 0.95
 
 
 def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
-    """Copy several rows out of a block without a pool, each as a `RowCopy`.
+    """Copy several rows, one or more, out of a block without a pool, each as a `RowCopy`; budgets and pins included.
 
-    They are copied with one operation per tensor and share a `Pack`, unless they would leave too much of it unused.
+    They are copied with one operation per tensor and share a `Pack`, unless they would leave too much of it unused:
+    then each row is copied alone.
     """
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
@@ -364,6 +383,7 @@ def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> 
     if sum(used) < _DENSE * most * len(used):
         each = range(len(block.seen))[rows]
         return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))
+    # all up to the last slot of the longest row; shorter rows are views of their first slots
     tensors = {
         name: copied(tensor[rows, :, :most] if name in cut else tensor[rows], device)
         for name, tensor in block.per_row().items()

@@ -41,8 +41,9 @@ class LazySlots(Slots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"] | None:
-        """Write one token of each head into the given slots. Return which heads can use their token; ``None``: all
-        can.
+        """Write the key and value of one token of each head into the given slots. Positions are left to the caller.
+
+        Return which heads can use their token; ``None``: all can.
         """
 
     # the tuple itself holds stand-ins (see `nothing`), so what reads its items gets copies
@@ -98,7 +99,9 @@ class LazyView(View):
 
 
 def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
-    """Return empty stand-ins for keys and values, for constructors that need some and never read them."""
+    """Return stand-ins for keys and values of these slots, with no channels, for constructors that need some and never
+    read them.
+    """
     empty = positions.new_empty((*positions.shape, 0), dtype=torch.float32)
     return empty, empty
 
@@ -203,24 +206,27 @@ class KeyTransform(NamedTuple):
 
     @property
     def of_rows(self) -> dict[str, Tensor]:
-        """Return the tensors by their names in a store; those that there are."""
+        """Return the exponents and the normals by their names in a store; without those that are ``None``."""
         named = zip(TRANSFORMS, self, strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     def keys(self, keys: Float[Tensor, "B Hk n D"]) -> Float[Tensor, "B Hk n D"]:
-        """Return keys as they are coded, in float32."""
+        """Return keys after the three steps of the transform, in float32: what is coded. No code is made yet."""
         return self.reflected(hadamard(self.scaled(keys.float(), -1)))
 
     def restored(self, keys: Float[Tensor, "B Hk n D"]) -> Float[Tensor, "B Hk n D"]:
-        """Return the keys that `keys` was given, in float32."""
+        """Undo `keys`: return keys as they were before the transform, in float32."""
         return self.scaled(hadamard(self.reflected(keys.float(), back=True)), 1)
 
     def query(self, query: Float[Tensor, "B Hq T D"]) -> Float[Tensor, "B Hq T D"]:
-        """Return queries whose products with coded keys are those of the given ones with the keys."""
+        """Return queries whose products with transformed keys are those of the given ones with the keys as they were;
+        in the dtype of the given ones.
+        """
         return self.reflected(hadamard(self.scaled(query.float(), 1))).to(query.dtype)
 
     def scaled(self, x: Float[Tensor, "B H n D"], sign: int) -> Float[Tensor, "B H n D"]:
-        """Return queries multiplied with the powers of two (``sign`` 1), or keys divided by them (-1).
+        """Return queries multiplied with the powers of two (``sign`` 1), or keys divided by them (-1). Without
+        exponents return ``x`` itself.
 
         Query heads have the powers of their KV head.
         """
@@ -231,7 +237,8 @@ class KeyTransform(NamedTuple):
         return x * powers.repeat_interleave(x.shape[1] // powers.shape[1], dim=1)[:, :, None]
 
     def reflected(self, x: Float[Tensor, "B H n D"], *, back: bool = False) -> Float[Tensor, "B H n D"]:
-        """Return reflected keys or queries, in float32; ``back``: those that were reflected to the given ones.
+        """Return reflected keys or queries, in float32; ``back``: those that were reflected to the given ones. Without
+        normals return ``x`` itself.
 
         Query heads have the normals of their KV head.
         """
@@ -249,8 +256,8 @@ _LANES = 16
 
 
 def _sum(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B 1"]:
-    """Return sums of the channels, in one order, so that each implementation rounds alike: those of every 16th channel
-    from the first to the last, and of these 16 the halves, ``a + b`` at distances 8, 4, 2 and 1.
+    """Return the sum of all channels of each vector, in one order, so that each implementation rounds alike: those of
+    every 16th channel from the first to the last, and of these 16 the halves, ``a + b`` at distances 8, 4, 2 and 1.
     """
     missing = -x.shape[-1] % _LANES
     first, *others = (torch.nn.functional.pad(x, (0, missing)) if missing else x).split(_LANES, dim=-1)
@@ -264,12 +271,12 @@ _PLAIN = KeyTransform()
 
 
 def encode_keys(keys: Float[Tensor, "B Hk n D"], bits: int, transform: KeyTransform = _PLAIN) -> Codes:
-    """Quantize keys after `KeyTransform.keys`."""
+    """Transform keys by `KeyTransform.keys`, and return their codes in so many bits, see `encode`."""
     return encode(transform.keys(keys), bits)
 
 
 def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
-    """Return quantized vectors in a dtype, computed in float32."""
+    """Return the vectors that codes stand for, in a dtype, computed in float32. Transformed keys stay transformed."""
     halves = codes.scales.float().unflatten(-1, (-1, HALVES[codes.bits]))
     numbers = codes.numbers.unflatten(-1, (halves.shape[-2], -1))
     if codes.bits == 8:
@@ -430,7 +437,8 @@ class Vectors:
     def blank(
         cls, like_keys: Float[Tensor, "*B _ D"], like_values: Float[Tensor, "*B _ E"], n: int, bits: Bits
     ) -> Vectors:
-        """Return zeros for ``n`` tokens, in the form in which keys and values like these are stored.
+        """Return zeros for ``n`` tokens, in the form in which keys and values like these are stored: in their dtype, or
+        as codes and scales. There is no transform yet.
 
         Raises:
             UnsupportedModelError: the head dim cannot be packed.
@@ -449,8 +457,8 @@ class Vectors:
         bits: Bits,
         transform: KeyTransform = _PLAIN,
     ) -> tuple[Vectors, Bool[Tensor, "B Hk n"] | None]:
-        """Return new tokens in their stored form, and a mask of those that may take a slot, see `finite`; ``None``:
-        all.
+        """Return new tokens in their stored form (as they are without ``bits``, else coded, keys after ``transform``),
+        and a mask of those that may take a slot, see `finite`; ``None``: all.
         """
         dtypes = keys.dtype, values.dtype
         if bits is None:
@@ -466,11 +474,11 @@ class Vectors:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of a key and a value in the model's dtype."""
+        """Return the bytes of one key and one value of one head in the model's dtype."""
         return sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
 
     def fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Return whether new keys and values have these head dims, dtypes and this device."""
+        """Return whether new keys and values have the head dims, the model's dtypes and the device of these vectors."""
         device = self.tensors["keys"].device
         return all(
             (new.shape[-1], new.dtype, new.device) == (dim, dtype, device)
@@ -490,19 +498,20 @@ class Vectors:
         return self.transform.of_rows
 
     def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
-        """Return the same kind of vectors in other tensors, named as in ``tensors`` and `of_rows`.
+        """Return the same kind of vectors in other tensors, which are named as these vectors' own and those of
+        `of_rows`.
 
-        Other names are left out. Without those of a transform it stays as it is.
+        Other names are left out. Without the tensors of a transform the transform stays.
         """
         transform = KeyTransform(*map(tensors.get, TRANSFORMS)) if EXPONENTS in tensors else self.transform
         return replace(self, tensors={name: tensors[name] for name in self.tensors}, transform=transform)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
-        """Return the same kind of vectors with ``change`` applied to every tensor."""
+        """Return the same kind of vectors with ``change`` applied to keys, values and scales; the transform stays."""
         return replace(self, tensors={name: change(tensor) for name, tensor in self.tensors.items()})
 
     def slots(self, positions: Int[Tensor, "B Hk S"]) -> Slots:
-        """Return the vectors as slots, where they lie side by side (as `CodedSlots` if they are quantized)."""
+        """Return these vectors with positions as slots, without a copy (as `CodedSlots` if they are quantized)."""
         keys, values = self.tensors["keys"], self.tensors["values"]
         if self.bits is None:
             return Slots(keys, values, positions)
@@ -513,9 +522,9 @@ class Vectors:
     def beside(
         self, positions: Int[Tensor, "B Hk n"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Return copies of the vectors of slots with these positions, followed by new tokens.
+        """Return keys and values: copies of these vectors, decoded if they are quantized, followed by new tokens.
 
-        Empty slots are set to 0.
+        Where ``positions`` of these vectors are -1, the slots are empty, and the copies are 0.
         """
         held, empty = self.slots(positions), (positions < 0)[..., None]
         found = [torch.cat([old, new], dim=2) for old, new in ((held.keys, keys), (held.values, values))]
@@ -550,7 +559,7 @@ class Tokens:
         bits: Bits = None,
         transform: KeyTransform = _PLAIN,
     ) -> Tokens:
-        """Return tokens, none of which is in a slot yet."""
+        """Return new tokens, none of them in a slot yet. `chosen` will code them with ``bits`` and ``transform``."""
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits, transform)[0], keys, values)
 
     def apart(self) -> Tokens:
@@ -564,8 +573,11 @@ class Tokens:
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
     def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
-        """Return the tokens at these indices, in stored form. New ones are quantized; those from slots are moved
-        without rounding.
+        """Return copies of the tokens at these indices, all as ``held`` and so in stored form, and which of them are
+        usable. New ones are quantized if their store does; those from slots are moved without rounding.
+
+        Args:
+            order: indices that count the tokens from slots first, then the new ones.
         """
         n = self.held.tensors["keys"].shape[2]
         # no token is new, so codes are moved as they are
@@ -659,7 +671,9 @@ class Beside(LazySlots):
 
 
 def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
-    """Return the same slots with other positions. Copies of keys and values are made once for both."""
+    """Return the same slots with other positions. Where keys and values must be copied to be read, as those of
+    `Beside`, copies are made once for both.
+    """
     if not isinstance(slots, Beside):
         return slots._replace(positions=positions)
     made = Beside.of(slots.held, slots.new, positions)
@@ -668,7 +682,9 @@ def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
 
 
 def pieces(slots: Slots) -> tuple[Slots, ...]:
-    """Return the slots as parts whose keys and values are contiguous: one part, or the slots and a chunk."""
+    """Return the slots as parts, each with keys and values in one tensor: two for `Beside`, the slots and the chunk,
+    otherwise one.
+    """
     if not isinstance(slots, Beside):
         return (slots,)
     used = slots.held.positions.shape[2]

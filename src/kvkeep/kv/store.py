@@ -44,11 +44,11 @@ class Store(abc.ABC):
     def like(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Return keys and values of zero tokens with the shapes of these tensors, from which a store for other rows
-        can be made.
+        """Return keys and values of zero tokens, with the rows, heads and head dims that these tensors of a store show.
+        The constructor of a store takes such.
 
         Args:
-            tensors: named as in `per_row`.
+            tensors: named as in `per_row`; quantized if this class quantizes.
             dtype: the model's, where the tensors do not show it.
         """
         keys, values = tensors["keys"], tensors["values"]
@@ -65,7 +65,9 @@ class Store(abc.ABC):
         return self.positions.shape[-1]
 
     def used(self) -> int:
-        """Return the number of slots up to the last occupied one; on a GPU, where counting means waiting, all slots."""
+        """Return the number of slots up to the last one that is occupied in any row and head. On a GPU, where counting
+        means waiting, return `capacity`.
+        """
         if self.positions.device.type != "cpu":
             return self.capacity
         occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
@@ -73,7 +75,7 @@ class Store(abc.ABC):
 
     @property
     def room(self) -> int:
-        """Return the number of slots of all rows and heads."""
+        """Return the number of slots, empty and occupied, of all rows and heads together."""
         return self.positions.numel()
 
     @property
@@ -90,25 +92,29 @@ class Store(abc.ABC):
         self.positions[rows] = EMPTY
 
     def opened(self) -> Store:
-        """Return the store as a step works on it, with positions side by side. Unless slots lie in a pool, this is
-        the store itself.
+        """Return the store as a step works on it, with positions side by side. It shares the memory of keys and values.
+        By default it is the store itself.
         """
         return self
 
     def close(self) -> None:  # noqa: B027  nothing to do
-        """Write the content of an opened store to where it lies in memory."""
+        """Write what an opened store has copied back to where it lies in memory; by default nothing was copied."""
 
     def side_by_side(self, numbers: Tensor) -> Float[Tensor, "B Hk capacity"]:
-        """Return per-slot numbers, made by `numbers`, in the order of `positions`."""
+        """Return per-slot numbers, made by `numbers`, in the order of `positions`: themselves unless slots lie in a
+        pool.
+        """
         return numbers
 
     def put_back(  # noqa: B027  nothing to do
         self, numbers: Tensor, held: Float[Tensor, "B Hk capacity"]
     ) -> None:
-        """Write per-slot numbers back to where `side_by_side` has read them."""
+        """Write ``held``, a result of `side_by_side`, back into ``numbers``; nothing to do where it is no copy."""
 
     def divided(self, sizes: Int[Tensor, "B Hk"]) -> Store:
-        """Return a store in which each head has at least ``sizes`` slots: this one, or an empty one with more slots."""
+        """Return a store in which each head has at least ``sizes`` slots: this one as it is, or an empty one with more
+        slots.
+        """
         missing = int(sizes.max()) - self.capacity
         return self.wider(self.capacity + missing) if missing > 0 else self
 
@@ -124,7 +130,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def slots(self) -> Slots:
-        """Return the slots themselves, as a backend reads and writes them."""
+        """Return keys, values and positions of all slots, as a backend reads and writes them; copies only of a pool
+        that is not opened.
+        """
 
     def in_ranges(self) -> tuple[Slots, Ranges | None]:
         """Return the slots as they lie in memory, and each head's range of them; ``None``: heads lie side by side."""
@@ -153,7 +161,9 @@ class Store(abc.ABC):
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Return copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        """Return keys and values: copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0
+        in the copies.
+        """
 
     @abc.abstractmethod
     def fill(
@@ -162,12 +172,15 @@ class Store(abc.ABC):
         values: Float[Tensor, "B Hk n E"],
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
-        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty, and so do those of
+        tokens at position -1.
+        """
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """Return tokens in the form that `take` accepts. They stay valid after the slots have been overwritten.
+        """Return tokens in the form that `take` accepts. A store that rounds has the first ``used`` of them as it
+        stores them, so that `take` does not round them again.
 
-        A store that rounds keeps the first ``used`` tokens as it stores them.
+        Tokens of a pool are copies, which stay valid when slots are overwritten. Others may be views of the slots.
 
         Args:
             slots: what `beside` has returned, or the slots.
@@ -219,7 +232,9 @@ class Store(abc.ABC):
         """Return every tensor of the store by name. The first axis of each tensor is the rows."""
 
     def per_slot(self) -> tuple[str, ...]:
-        """Return the names of the tensors of `per_row` whose third axis is the slots. The others are copied whole."""
+        """Return the names of the tensors of `per_row` whose third axis is the slots. The others belong to rows as a
+        whole, and are copied whole.
+        """
         return ()
 
     @abc.abstractmethod
@@ -283,7 +298,7 @@ class DenseStore(Store):
         return per_head * self.positions.shape[1]
 
     def slots(self) -> Slots:
-        """Return the slots themselves, as attention reads them."""
+        """Return keys, values and positions of all slots, not copied."""
         return Slots(self.keys, self.values, self.positions)
 
     def lying(self, used: int) -> Slots | None:
@@ -383,7 +398,7 @@ class QuantizedStore(Store):
         return other
 
     def slots(self) -> CodedSlots:
-        """Return the slots, which hold quantized vectors."""
+        """Return all slots, quantized as they are and not copied; of an opened store the same object at every call."""
         if self._slots is not None:
             return self._slots
         found = self.vectors.slots(self.positions)
@@ -401,7 +416,9 @@ class QuantizedStore(Store):
         self.take(Tokens.new(keys, values, self.bits, self.vectors.transform), positions, order)
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """Return tokens for `take`, see `Store.tokens`. The first ``used`` are views of the quantized vectors."""
+        """Return tokens for `take`, see `Store.tokens`. The first ``used`` are views of the quantized vectors: take
+        them before the slots are overwritten.
+        """
         held = self._first(used)
         if slots.positions.shape[2] == used:  # no new token; a look at `slots.keys` would decode all slots
             return Tokens(held, *self.no_token())

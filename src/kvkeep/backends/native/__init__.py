@@ -138,9 +138,11 @@ class NativeBackend(Backend):
     def repeat(self, step: FusedStep) -> Repeat | None:
         """Return the step as packed arguments that are given other tokens only.
 
-        Return ``None`` if something else changes with each token, such as bits in rings, or if the model has sinks.
+        Return ``None`` if the kernel cannot run the step, if something else changes with each token, such as bits in
+        rings, or if it would need a converted copy of a counter or of the model's sinks.
         """
         limits = step.limits
+        # the kernel gets sinks as a float32 copy, which `NativeRepeat` would not keep
         if step.added.ring is not None or step.options.sinks is not None:
             return None
         counters = [counter for counter in (limits.seen, limits.prompt) if counter is not None]
@@ -150,7 +152,9 @@ class NativeBackend(Backend):
         return None if call is None else ops.NativeRepeat(call, self._rotation)
 
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
-        """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""
+        """Check a step, and return its arguments packed for the kernel, which `NativeStep.run` starts; ``None`` if the
+        kernel cannot run it. Nothing is changed yet.
+        """
         query, slots, new, now, statistic, options, added, limits, ranges = step
         if not step.suits_kernels:
             return None
@@ -176,5 +180,7 @@ class NativeBackend(Backend):
         return NativeBackend(rotation) if rotation.dims is None else AtRanks(self, rotation)
 
     def _turn(self, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None) -> KeyRotation | None:
-        """Return the angles to which the kernel rotates keys of this dtype; ``None`` under true positions."""
+        """Return the angles by which the kernel rotates keys of this dtype to their ranks; ``None`` under true
+        positions, where keys are rotated already. The arguments are those of `turn_of`.
+        """
         return None if self._rotation is None else turn_of(self._rotation, slots, dtype, rotated_at)

@@ -22,7 +22,7 @@ LAST = 2**31 - 1
 
 
 def strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
-    """Return the strides of rows and of heads. The stride of heads is 0 if one number is for all heads."""
+    """Return the strides of rows and of heads of a table; that of heads is 0 if it has one column for all heads."""
     return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
 
 
@@ -32,12 +32,16 @@ def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bounded(value: Budget) -> Budget:
-    """Return the value, limited so that the kernel can subtract it from a position without an overflow."""
+    """Return the value, or each of a table as int64, limited to ± `LAST`, so that the kernel can subtract it from a
+    position without an overflow.
+    """
     return value.to(torch.int64).clamp(-LAST, LAST) if isinstance(value, Tensor) else max(-LAST, min(value, LAST))
 
 
 def either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
-    """Split a number per row from a number for all: return a dense tensor and 0, or ``None`` and the number."""
+    """Tell a tensor with a number per row from one number for all: return the tensor, dense and in this dtype, and 0;
+    or ``None`` and the number.
+    """
     return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
 
 
@@ -86,7 +90,9 @@ _NONE = bytes(_CODED.size)
 
 
 def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
-    """Return slots with quantized numbers as keys and values, and their coding (``None`` if not quantized)."""
+    """Split quantized slots into slots whose keys and values are the codes' numbers, and their coding. Return other
+    slots as they are, and ``None``.
+    """
     if not isinstance(slots, CodedSlots):
         return slots, None
     keys, values = slots.coded_keys, slots.coded_values
@@ -108,10 +114,13 @@ def packed(coding: Coding | None) -> bytes:
 
 
 def packed_ranges(ranges: Ranges | None) -> tuple[int, int, int, int]:
-    """Return the fields of the kernel's struct `Ranges`; zeros for ``None``."""
+    """Return the fields of the kernel's struct `Ranges`: addresses, the stride of rows in both tables, and whether
+    positions and states lie in the pool, too. All are 0 for ``None``.
+    """
     if ranges is None:
         return 0, 0, 0, 0
     starts, sizes, width = ranges
+    # a store makes both tables with the same strides
     return starts.data_ptr(), sizes.data_ptr(), starts.stride(0), int(width > 0)
 
 
@@ -137,7 +146,7 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
     groups, rest = divmod(scales.shape[-1], HALVES[bits])
     if rest or groups == 0 or scales.shape[:-1] != slots:
         return False
-    return dim % groups == 0 and dim // groups * bits % 8 == 0
+    return dim % groups == 0 and dim // groups * bits % 8 == 0  # the codes of a group fill whole bytes
 
 
 def _fits(transform: KeyTransform, keys: tuple[int, int, int]) -> bool:
@@ -172,7 +181,9 @@ class KeyRotation(NamedTuple):
     back: Float[Tensor, "B F2"] | None = None
 
     def fits(self, query: Float[Tensor, "B Hq 1 D"], slots: int) -> bool:
-        """Return whether dtypes and shapes are those promised to the kernel: a rank for each slot and one more."""
+        """Return whether dtypes and shapes are those promised to the kernel: a row of angles for each slot and one
+        more, and with ``back`` a row for each query, all in the query's dtype and in main memory.
+        """
         (n, width), B, D = self.angles.shape, query.shape[0], query.shape[-1]
         shape_fits = n > slots and width % 2 == 0 and 0 < width <= D
         back_fits = self.back is None or self.back.shape == (B, width)
@@ -189,15 +200,16 @@ class KeyRotation(NamedTuple):
 def turn_of(
     rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
 ) -> KeyRotation:
-    """Return the rotation of keys for this number of slots.
+    """Return the angles by which the kernel rotates unrotated keys to their ranks.
 
     Args:
         rotation: the model's rotary embedding.
-        slots: number of slots.
+        slots: the most slots of a head, and so the most ranks.
         dtype: dtype of the keys.
         rotated_at: positions to which queries and new keys are rotated; ``None`` if they are unrotated.
     """
     back = None if rotated_at is None else rotation.angles_now(rotated_at, dtype)
+    # + 1: a query behind all of the head's tokens has their number as its rank
     return KeyRotation(rotation.table(slots + 1, dtype), back)
 
 
@@ -227,7 +239,9 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
     ranges: Ranges | None = None,
     coding: Coding | None = None,
 ) -> bool:
-    """Return whether dtypes and shapes are those that `attend` promises to the kernel."""
+    """Return whether a query per row, slots, positions and a wanted report have the dtypes, shapes and places (numbers
+    per row on the CPU) that `kvkeep.backends.native.ops.attend` promises to the kernel.
+    """
     pooled, slots = ranges is not None, (ranges and ranges.width) or positions.shape[2]
     B, _, T, _ = query.shape
     if T != 1 or now.shape != (B, 1):
@@ -248,8 +262,8 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
 def readable(
     query: Tensor, keys: Tensor, values: Tensor, now: Tensor, positions: Tensor, *, options: AttentionOptions
 ) -> bool:
-    """Return whether dtypes and shapes are those that `kvkeep.backends.native.ops.attend_twice` promises to the
-    kernel.
+    """Return whether a prompt's queries, and keys, values and positions, have the dtypes and shapes that
+    `kvkeep.backends.native.ops.attend_twice` promises to the kernel.
     """
     B, _, T, _ = query.shape
     if now.shape != (B, T) or now.dtype not in _WHOLE or not now.is_cpu:
@@ -258,7 +272,9 @@ def readable(
 
 
 def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, pooled: bool = False) -> bool:
-    """Return whether queries can attend to these keys and values. In a pool, they are more than the slots."""
+    """Return whether queries, keys and values have one dtype that the kernel knows, and shapes that fit each other and
+    the positions. In a pool, keys and values may be more than the positions.
+    """
     (B, Hq, _, D), (_, Hk, S, E) = query.shape, values.shape
     if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or positions.dtype not in _WHOLE:
         return False
@@ -268,7 +284,7 @@ def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *,
 
 
 def _is_coded(query: Tensor, coding: Coding, positions: Tensor, *, pooled: bool = False) -> bool:
-    """Return whether queries can attend to these quantized keys and values, see `_is_cache`."""
+    """Return whether dtypes, shapes and group sizes of quantized keys and values fit these queries, see `_is_cache`."""
     (B, Hq, _, D), (keys, values, transform) = query.shape, coding
     if query.dtype not in TYPES or positions.dtype not in _WHOLE or keys.numbers.ndim != 4:
         return False
@@ -289,7 +305,9 @@ def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -
 
 
 def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
-    """Return whether window and sinks are as the kernel expects them."""
+    """Return whether the window is not negative, and sinks, if there are any, are on the CPU, one for each query head,
+    and need no gradients.
+    """
     if options.window is not None and options.window < 0:
         return False
     sinks = options.sinks
@@ -308,7 +326,9 @@ def writable(
     pooled: bool = False,
     coding: Coding | None = None,
 ) -> bool:
-    """Return whether dtypes and shapes are those that `write` promises to the kernel."""
+    """Return whether slots, and a new token per row with its position, have the dtypes and shapes that
+    `kvkeep.backends.native.ops.write` promises to the kernel.
+    """
     B, Hk, S = positions.shape
     D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding.keys.dim, coding.values.dim)
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
@@ -332,7 +352,10 @@ def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
 
 
 def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> bool:
-    """Return whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
+    """Return whether the policy's state has the dtype, shape and strides that `kvkeep.backends.native.ops.step`
+    promises to the kernel, and the wanted report is one that the state can take: the mass, and with a ring also what is
+    low.
+    """
     ring = added.ring
     # a ring is made of a report, and a report goes into states
     if (wanted is None and ring is not None) or (wanted is not None and not added.states):
@@ -360,7 +383,9 @@ def _is_ring(ring: Ring, positions: Tensor) -> bool:
 
 
 def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
-    """Return whether dtypes and shapes are those that the functions on slots promise to the kernel."""
+    """Return whether positions, tokens seen, and numbers per row or head have the dtypes and shapes that the functions
+    which count, expire and evict slots promise to the kernel.
+    """
     B, Hk, _ = positions.shape
     if positions.dtype != torch.int32:
         return False
@@ -370,19 +395,21 @@ def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0,
 
 
 def limitable(positions: Tensor, limits: SlotLimits) -> bool:
-    """Return whether limits have the dtypes and shapes that the functions which evict promise to the kernel."""
+    """Return whether positions and limits have the dtypes and shapes that the functions which evict slots promise to
+    the kernel.
+    """
     if limits.prompt is not None and not countable(positions, limits.prompt):
         return False
     return countable(positions, limits.seen, limits.recent, limits.stay)
 
 
 def _is_share(value: Budget, rows: int, heads: int) -> bool:
-    """Return whether a value is one integer, or one for each row or head."""
+    """Return whether a value is one integer, or a table of integers on the CPU, ``(rows, 1)`` or ``(rows, heads)``."""
     if isinstance(value, int):
         return True
     return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
 
 
 def _is_per_row(value: object, rows: int) -> bool:
-    """Return whether a value is one number, or one for each row."""
+    """Return whether a value is no tensor, or a tensor on the CPU with one number for each row."""
     return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))

@@ -67,7 +67,9 @@ class _UnavailableError(Exception):
 
 @functools.cache
 def native() -> Native:
-    """Return the kernel. Where the package brings none, the first call on a machine compiles it in some seconds."""
+    """Return the kernel, or why there is none; nothing is raised. Where the package brings none, the first call on a
+    machine compiles it in some seconds; later calls of a process return the same object.
+    """
     try:
         return _packaged() or _load()
     # a RuntimeError: the user has no home folder
@@ -176,7 +178,7 @@ def _folder() -> Path:
 
 
 def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
-    """Return whether only this user can write there.
+    """Return whether only this user can write to the file or folder of this status.
 
     With ``above`` the folder may belong to the system, too, and the user's own group may write there, or everybody if
     it has the sticky bit, such as /tmp: there nobody can replace the files of others.
@@ -191,18 +193,24 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
 
 
 def _attempt(compiler: str) -> str:
-    """Return the name of an attempt: these sources and flags with this compiler, which is not run to find the name."""
+    """Return the name of an attempt to compile, for the note of its failure: a digest of sources, flags, processor and
+    the compiler's file. The compiler is not run, as it may be what fails.
+    """
     status = os.stat(compiler)
     return levels.digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
 
 
 def _key(compiler: str) -> str:
-    """Return the name of the program that this compiler makes of the sources for this processor."""
+    """Return the name of the program that this compiler makes of the sources for this processor: a digest of all that
+    it depends on. The compiler is run for its version.
+    """
     return levels.digest(_inputs(_run(compiler, ["--version"])))
 
 
 def _inputs(compiler: bytes) -> bytes:
-    """Return everything that the compiled program depends on."""
+    """Return everything that the compiled program depends on as bytes: sources, flags, processor, and what ``compiler``
+    says of the compiler.
+    """
     sources = (path.read_bytes() for path in [*SOURCES, *HEADERS])
     return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), levels.processor().encode()))
 
@@ -254,7 +262,9 @@ def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes
 
 
 def _compile(compiler: str, folder: Path, key: str) -> Path:
-    """Compile into a temporary folder, move the library to its place as a whole, and return its path."""
+    """Compile into a temporary folder in ``folder``, move the library to its place as a whole, so that no other process
+    sees a part of it, and return its path. ``key`` is the program's name.
+    """
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"

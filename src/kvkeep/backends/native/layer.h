@@ -71,6 +71,7 @@ void scale_head(typename X::T *head, int64_t dim, float by) {
     if (rest) narrow<X>(scaled(widen<X>(head + whole, rest)), head + whole, rest);
 }
 
+// The room of `rotate_head`: what turns, its angles, two products, and their rounding.
 inline int64_t head_floats(int64_t dim) { return 5 * up(dim, 2 * W); }
 
 template <class X>

@@ -77,7 +77,9 @@ def slow(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def most_rows_of_quantized() -> int:
-    """Return the largest number of rows of a product with quantized weights on this processor."""
+    """Return the largest number of rows for which the kernel's product with quantized weights is faster on this
+    processor than torch's with unpacked ones.
+    """
     if not _has("_is_vnni_supported"):
         return MOST_ROWS_WITHOUT_BYTES
     return MOST_ROWS_BESIDE_TILES if _has("_is_amx_tile_supported") else MOST_ROWS_OF_BYTES
@@ -90,7 +92,7 @@ def has_tiles() -> bool:
 
 
 def _has(name: str) -> bool:
-    """Return what torch's function of this name says of the processor; ``False`` if this torch does not have it."""
+    """Return what the function of this name in ``torch.cpu`` says of the processor; ``False`` if there is none."""
     supported = getattr(torch.cpu, name, None)
     return bool(supported and supported())
 
@@ -135,10 +137,10 @@ class Linear(NamedTuple):
 
 
 def split(layer: nn.Linear, sizes: Sequence[int]) -> list[Linear] | None:
-    """Return a linear layer as several with so many outputs each, whose weights are views of its own.
+    """Return a linear layer as several with so many outputs each, in their order, whose weights are views of its own.
 
-    Return ``None`` if the numbers of outputs are not those of the layer, or a part of quantized weights would begin
-    within a block.
+    Return ``None`` if the numbers of outputs do not add up to those of the layer, if one is below 1, or if a part of
+    quantized weights would begin within a block.
     """
     weight, bias, ends = layer.weight, layer.bias, [*accumulate(sizes)]
     starts = [0, *ends[:-1]]
@@ -165,7 +167,9 @@ def quantized_linear(
     weight: Float[Tensor, "out in"],
     bias: Float[Tensor, " out"] | None = None,
 ) -> Float[Tensor, "*n out"]:
-    """Compute a linear layer with quantized weights, which are unpacked for many rows."""
+    """Compute what ``torch.nn.functional.linear`` would with quantized weights or a quantized input. The kernel
+    multiplies a few rows with packed weights; for more, or if it cannot, they are unpacked and torch multiplies.
+    """
     x = input.dequantize() if isinstance(input, QuantizedTensor) else input
     if not isinstance(weight, QuantizedTensor):
         return linear(x, weight, bias)
@@ -187,12 +191,16 @@ def quantized_embedding(
     *_: object,
     **__: object,
 ) -> Tensor:
-    """Look tokens up; only their rows are unpacked. Other arguments concern training."""
+    """Return the rows of a quantized table of embeddings for these ids, ``(*ids, columns)``, in the table's dtype; only
+    these are unpacked. Other arguments of torch's function concern training.
+    """
     return weight.dequantize(input).view(*input.shape, weight.shape[1])
 
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:
-    """Compute up to three linear layers for the same few rows; ``None`` if the kernel cannot do it."""
+    """Compute up to three linear layers for the same few rows in the kernel, and return their outputs in the dtype of
+    ``x``; ``None`` if it cannot, or if torch is faster for so many rows.
+    """
     most = MOST_ROWS_IN_TILES if _unpacks_to_tiles(x.dtype, layers) else most_rows(x.dtype, layers)
     return None if x.numel() > most * x.shape[-1] else _products(x, layers, x.dtype)
 
@@ -210,12 +218,14 @@ def logits(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out
 
 
 def _unpacks_to_tiles(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear]) -> bool:
-    """Return whether all weights are quantized, and the kernel makes tiles of them."""
+    """Return whether all weights are quantized, and the kernel multiplies rows of this dtype with tiles that it makes
+    of them.
+    """
     return all(isinstance(layer.weight, QuantizedTensor) for layer in layers) and _has_squares(dtype)
 
 
 def _has_squares(dtype: torch.dtype) -> bool:
-    """Return whether the kernel multiplies tiles of numbers of this dtype."""
+    """Return whether there is a kernel that multiplies tiles of numbers of this dtype; so far only of bfloat16."""
     library = native().library if dtype is torch.bfloat16 else None
     return library is not None and bool(library.kvkeep_has_squares(b""))
 
@@ -223,7 +233,9 @@ def _has_squares(dtype: torch.dtype) -> bool:
 def _products(
     x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear], dtype: torch.dtype
 ) -> list[Tensor] | None:
-    """Compute linear layers in the kernel, with outputs in float32 or the dtype of ``x``; ``None`` if it cannot."""
+    """Compute up to three linear layers in the kernel, whatever the number of rows, with outputs in ``dtype``: float32
+    or that of ``x``. Return ``None`` if it cannot.
+    """
     library = library_for(x)
     if library is None or len(layers) > _MOST_WEIGHTS or not all(fits(layer, x, x.shape[-1]) for layer in layers):
         return None
@@ -243,7 +255,8 @@ def gated(
 ) -> Float[Tensor, "*n out"] | None:
     """Compute ``down(activation(gate(x)) * up(x))`` for a few rows, or ``down(activation(gate(x)))`` without ``up``.
 
-    Return ``None`` if the kernel cannot do it.
+    Return ``None`` if the kernel cannot do it, or if torch is faster for so many rows. ``activation`` is one of
+    `ACTIVATIONS`.
     """
     library, width, inner = library_for(x), x.shape[-1], gate.out_features
     if library is None or not (_are_inner(gate, up, x, width) and fits(down, x, inner)):
@@ -263,7 +276,9 @@ def _present(*layers: nn.Linear | Linear | None) -> list[nn.Linear | Linear]:
 
 
 def _are_inner(gate: nn.Linear | Linear, up: nn.Linear | Linear | None, x: Tensor, width: int) -> bool:
-    """Return whether the first products of a feed-forward layer take rows like ``x`` and have equal outputs."""
+    """Return whether gate and up of a feed-forward layer take rows of this width in the dtype of ``x``, the kernel can
+    read them, and they have equally many outputs; ``up`` may be missing.
+    """
     if not fits(gate, x, width):
         return False
     return up is None or (fits(up, x, width) and up.out_features == gate.out_features)
@@ -288,7 +303,7 @@ class Norm(NamedTuple):
 
 
 def norm(x: Float[Tensor, "*n width"], by: Norm) -> Float[Tensor, "*n width"] | None:
-    """Norm the last axis; return ``None`` if the kernel cannot."""
+    """Return ``x`` normed over the last axis, in its dtype; ``None`` if the kernel cannot do it."""
     library, width = library_for(x), x.shape[-1]
     if library is None or not _is_norm(by, x, width):
         return None
@@ -302,7 +317,9 @@ def norm(x: Float[Tensor, "*n width"], by: Norm) -> Float[Tensor, "*n width"] | 
 
 
 def most_rows(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear] = ()) -> int:
-    """Return the largest number of rows of products in this dtype with all of these layers."""
+    """Return the largest number of rows for which the kernel's products in this dtype with all of these layers are
+    worth it; with more, torch's are faster. Without layers the weights count as plain.
+    """
     if layers and all(isinstance(layer.weight, QuantizedTensor) for layer in layers):
         return most_rows_of_quantized()
     if slow(dtype):
@@ -311,7 +328,9 @@ def most_rows(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear] = ()) -> 
 
 
 def _head(x: Tensor, rows: int, last: int) -> bytes:
-    """Return the packed beginning of a call: rows, width, threads, dtype, the address of ``x``, and one more number."""
+    """Return the packed beginning of a call: rows, width, threads, dtype, the address of ``x``, and one more number,
+    whose meaning depends on the call.
+    """
     return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
 
 
@@ -321,8 +340,8 @@ def _packed(layer: nn.Linear | Linear, out: int) -> bytes:
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """Return the kernel if it can read the rows; else, and under gradients, autocast or a compiler's trace,
-    ``None``.
+    """Return the kernel if it can read the rows: a plain, contiguous CPU tensor with elements, in a dtype that it
+    knows. Else, and where gradients or autocast are enabled, or it `is_watched`, return ``None``.
     """
     if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
         return None
@@ -341,7 +360,7 @@ def is_watched() -> bool:
 
 
 def fits(layer: nn.Linear | Linear, x: Tensor, width: int) -> bool:
-    """Return whether a layer takes rows of this width, in the dtype of ``x``."""
+    """Return whether a layer takes rows of this width, and the kernel can read its weight and bias beside ``x``."""
     outputs = layer.out_features
     if not matches(layer.weight, x, (outputs, width)):
         return False
@@ -349,7 +368,9 @@ def fits(layer: nn.Linear | Linear, x: Tensor, width: int) -> bool:
 
 
 def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether the kernel can read a weight beside ``x``, and the weight has this shape."""
+    """Return whether a weight has this shape and the dtype of ``x``, and the kernel can read it: on the CPU,
+    contiguous, and `is_readable`.
+    """
     if not is_readable(weight) or not weight.is_cpu or weight.dtype != x.dtype:
         return False
     return weight.shape == shape and weight.is_contiguous()
@@ -410,7 +431,8 @@ class Before:
     def __call__(
         self, x: Float[Tensor, "B 1 width"], angles: Angles | None
     ) -> tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]] | None:
-        """Compute query, key and value of a token per row; return ``None`` if the kernel cannot.
+        """Norm the rows of ``x``, and return their queries, keys and values, queries and keys rotated; ``None`` if the
+        kernel cannot compute them.
 
         Args:
             x: a token per row.
@@ -438,7 +460,9 @@ class Before:
         outs: tuple[int, int, int] = (0, 0, 0),
         angles: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> bytes:
-        """Pack the arguments of the kernel. All but the number of rows are addresses, and the angles' strides."""
+        """Pack the arguments of the kernel. All but the number of rows are addresses, and the angles' strides. For a
+        `ModelStep` they stay 0: the kernel fills them in.
+        """
         linear = zip((self._query, self._key, self._value), outs, strict=True)
         return _BEFORE.pack(
             *(rows, self._width, torch.get_num_threads(), TYPES[self._dtype], x, scratch),
@@ -449,8 +473,8 @@ class Before:
         )
 
     def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
-        """Return whether this object, a step of attention and ``behind`` can be one layer to the kernel: it can compute
-        them, and their dtypes and their numbers of rows, heads and dims agree.
+        """Return whether this object, a step of attention and ``behind`` can be one decoder layer to the kernel: it can
+        compute them, and their dtypes and their numbers of rows, heads and dims agree.
         """
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
@@ -520,11 +544,12 @@ class Behind:
     def __call__(
         self, x: Float[Tensor, "B 1 width"], attention: Float[Tensor, "_B _T _inner"]
     ) -> Float[Tensor, "B 1 width"] | None:
-        """Return the layer's output; ``None`` if the kernel cannot compute it.
+        """Return the output of the decoder layer from its input and its heads' output; ``None`` if the kernel cannot
+        compute it.
 
         Args:
-            x: the layer's input.
-            attention: what the heads of each row put out.
+            x: the layer's input, which is added to.
+            attention: what the heads of each row put out, before the output's projection.
         """
         library, (B, T, width) = library_for(x), x.shape
         if library is None or not self.is_known or x.dtype != self.dtype or width != self.width or T != 1:
@@ -538,7 +563,9 @@ class Behind:
         return None if library.kvkeep_behind(packed) else out
 
     def pack(self, rows: int, x: int = 0, attention: int = 0, scratch: int = 0, out: int = 0) -> bytes:
-        """Pack the arguments of the kernel; all but numbers and types are addresses."""
+        """Pack the arguments of the kernel; all but the number of rows are addresses. For a `ModelStep` they stay 0:
+        the kernel fills them in.
+        """
         return _BEHIND.pack(
             *(rows, self.width, torch.get_num_threads(), TYPES[self.dtype]),
             *(x, attention, self.attended, scratch),
@@ -568,6 +595,7 @@ class ModelStep:
     def __init__(self, layers: Sequence[LayerStep]) -> None:
         self._rows: int = _STEP_HEAD.unpack_from(layers[0][1].packed)[0]
         self._first = layers[0][0]
+        # one layer of each is asked whether it takes the angles
         self._ways_to_rotate = {(kind, before.rotary_dim): before for before, _, _, kind in layers}
         self.fits = all(before.leads_to(behind, step) for before, step, behind, _ in layers)
         self._count, packed = len(layers), b""
@@ -580,7 +608,8 @@ class ModelStep:
         self._kept = ctypes.create_string_buffer(packed, len(packed))
 
     def __call__(self, x: Float[Tensor, "B 1 width"], angles: Sequence[Angles | None]) -> bool:
-        """Replace ``x`` by the output of the last layer, and count the tokens in the layers' `Block.seen`.
+        """Run the step: write the output of the last layer into ``x``, and count the tokens in the layers'
+        `Block.seen`.
 
         Args:
             x: a token per row, which goes into the first layer.
@@ -636,14 +665,16 @@ class _Weights(NamedTuple):
 
 
 def _weights(layer: nn.Linear | Linear) -> _Weights:
-    """Return where a linear layer's weights and bias lie, and how the weights are packed."""
+    """Return where a linear layer's weights and bias lie, its number of outputs, and how the weights are packed; 0 bits
+    if they are plain.
+    """
     weight = layer.weight
     bits, group = (weight.bits, weight.group) if isinstance(weight, QuantizedTensor) else (0, 0)
     return _Weights(_address(weight), _address(layer.bias), layer.out_features, bits, group)
 
 
 def _scaled(norm: Norm | None) -> tuple[int, int, int, float, float]:
-    """Return the fields of the kernel's struct of a norm; zeros without a norm."""
+    """Return the fields of the kernel's struct `Scaled` for a norm; zeros without a norm."""
     if norm is None:
         return 0, 0, 0, 0.0, 0.0
     return _address(norm.weight), _address(norm.bias), norm.is_centred, norm.epsilon, norm.plus
@@ -655,7 +686,9 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
-    """Return whether the kernel can compute this norm for inputs in the dtype of ``like``, of this width."""
+    """Return whether the kernel can compute this norm for rows of this width in the dtype of ``like``: weight and bias
+    have them, too.
+    """
     if not matches(norm.weight, like, (width,)) or norm.weight.dtype not in TYPES:
         return False
     return norm.bias is None or matches(norm.bias, like, (width,))

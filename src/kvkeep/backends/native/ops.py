@@ -32,6 +32,7 @@ _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 4q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q 2q d 3q")
 _RING = struct.Struct("6q 2q")
 _TOKEN_HEAD, _OUT, _NEW = struct.Struct("8q 3q"), struct.Struct("2q q"), struct.Struct("3q 3q")
+# where the keys of the slots begin, and where the address of `now` lies
 _QUERY_END, _NOW = _TOKEN_HEAD.size, _TOKEN_HEAD.size + struct.calcsize("4q 4q 3q")
 _ADDRESS = struct.Struct("q")
 _BACK = struct.calcsize("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d q")
@@ -188,7 +189,9 @@ class NativeRepeat:
     def takes(
         self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> bool:
-        """Return whether the tensors are of the type, device, dtype, shape and last stride of the step's own tokens."""
+        """Return whether the tensors have the type, device, dtype, shape and last stride of those with which the step
+        was packed.
+        """
         return _kind(query) == self._query and _kind(keys) == self._keys and _kind(values) == self._values
 
     def __call__(
@@ -199,7 +202,7 @@ class NativeRepeat:
         now: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """Run the step with these tokens in the kernel, and return the output; ``None``, with nothing changed, if it
-        cannot.
+        cannot. Nothing is checked: ask `takes` before, and give ``now`` in int64.
         """
         out = query.new_empty(self._out)
         head = _TOKEN_HEAD.pack(
@@ -215,12 +218,12 @@ class NativeRepeat:
 
 
 def _kind(tensor: Tensor) -> tuple[type, torch.device, torch.dtype, torch.Size, int]:
-    """Return the properties of a tensor that `takes` compares."""
+    """Return the properties of a tensor that `NativeRepeat.takes` compares; other strides are told to the kernel."""
     return type(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride(-1)
 
 
 def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:
-    """Pack the sizes and words of a ring (zeros for ``None``).
+    """Pack the sizes of a ring and the addresses of its mass and words; for ``None`` zeros, and no words.
 
     Also return the table of sizes if rows have their own, else ``None``. The packed bytes hold its address, so the
     caller keeps it until the kernel has returned.
@@ -264,14 +267,17 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> _Attention:
-    """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
+    """Pack the arguments of attention, and allocate its results; without ``reports`` only the output, and the kernel
+    keeps the mass to itself. The other arguments are those of `attend`, all of which has been checked.
+    """
     (keys, values, positions), (B, Hq, _, D) = slots, query.shape
     Hk, S = keys.shape[1], (ranges and ranges.width) or positions.shape[2]
     E = values.shape[-1] if codes is None else codes.values.dim
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, E))]
+    # the mass, and for the kinds 2 and 3 a second field
     results += [query.new_empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
-    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
+    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]  # 0: null, no such result
     wanted = wanted or _NOTHING
     sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
     counted, counts = either(wanted.counts, torch.int64)
@@ -284,7 +290,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
         *(values.data_ptr(), *values.stride()[:3]),
         *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
         *(now.data_ptr(), now.stride(0)),
-        *(out, pointer(sinks), min(options.window or 0, LAST)),
+        *(out, pointer(sinks), min(options.window or 0, LAST)),  # 0: there is no window
         *(kind, mass, second),
         *(pointer(counted), counts, pointer(gains), wanted.gain is not None),
         *(pointer(newest), last, wanted.live),
@@ -395,8 +401,8 @@ def write(
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Write a new token per row into an empty slot, as `Backend.append`, and return the slots; ``None`` if the
-    kernel cannot.
+    """Write a new token per row into an empty slot of each head, in place, as `Backend.append`, and return the slots;
+    ``None``, with nothing changed, if the kernel cannot.
 
     With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
     numbers.
@@ -434,7 +440,7 @@ def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: in
 
 
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
-    """Count the heads that hold more tokens than their limit; ``None`` if the kernel cannot do it."""
+    """Return how many heads of all rows hold more tokens than their limit; ``None`` if the kernel cannot do it."""
     library = library_for(positions)
     if library is None or not bindings.countable(positions, limit=limit):
         return None
@@ -505,5 +511,5 @@ def _slots(
 
 
 def _prompts(prompts: Int[Tensor, " B"] | None) -> tuple[int, int]:
-    """Return the address and the stride of the lengths of prompts; zeros for ``None``."""
+    """Return the address and the stride of each row's length of the prompt; zeros for ``None``."""
     return (0, 0) if prompts is None else (prompts.data_ptr(), prompts.stride(0))

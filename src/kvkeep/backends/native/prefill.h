@@ -37,7 +37,7 @@ class Reading : Block {
         }
     }
 
-    // Copy the weights of the block's tokens; false if all are 0. A mean over the group is part of them.
+    // Copy the weights of the block's tokens; false if all are 0.
     bool load_weights() {
         bool some = false;
         for (int64_t f = 0; f < a.masses + a.lows; f++)

@@ -120,7 +120,7 @@ inline void unturn_key(const typename X::T *key, const typename X::T *back, int6
 // The ranks of a head's tokens, oldest first: a bit for each of the newest positions, with the number of tokens before
 // each word of bits, and the sorted positions of tokens that are older.
 struct Ranks {
-    static constexpr int64_t FLOATS = 7;  // per slot
+    static constexpr int64_t FLOATS = 7;  // per slot: two words of bits, a number before each, an old position
     int64_t words;                        // room for bits
     uint64_t *bits;
     int32_t *before, *old, first = 0, most = 0;  // `first` and `most`: the positions of the first and the last bit

@@ -76,7 +76,7 @@ struct Plan {
     Pairs dim, value_dim;
     const Product first, second;  // how the first and the second reading multiply
     const bool squares, split;    // `split`: the narrow numbers of the second reading are parts of wider ones
-    const int64_t unit;           // the rows of a block are a multiple of it
+    const int64_t unit;           // the rows of a block are a multiple of it, as products of both readings need
     int64_t slots, panels, tokens_each, kept_tokens, rows_each, blocks, parts, heads_each, pairs, keys, values, packed;
     int64_t partial, pieces, step, kept_rows, kept, scratch, query;
 

@@ -176,7 +176,7 @@ def attend_split(
 @triton.jit
 @no_type_check
 def moved(source, target, d, D: tl.constexpr, here):
-    """Copy a vector where `here` is true, and return it in float32."""
+    """Load a vector and return it in float32; where `here` is true, also store it at `target` as it is."""
     vector = tl.load(source + d, mask=d < D, other=0.0)
     tl.store(target + d, vector, mask=here & (d < D))
     return vector.to(tl.float32)
@@ -191,7 +191,8 @@ def merged(
     mixes, bounds, sinks, splits, head, Hk,
     G: tl.constexpr, E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge all splits of a head: mixed values, largest logit, the larger of it and the sink, 1 / total.
+    """Merge all splits of a head. Return for each of its query heads the mixed values, still to be multiplied with
+    1 / total; the largest logit; the larger of it and the sink; 1 / total.
 
     1 / total is 0 for a query that sees nothing, and for heads that are padding.
     """
@@ -223,9 +224,9 @@ def merged(
 @triton.jit
 @no_type_check
 def group_mean(logits, slot, shown, past, S, base, scale, gain, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the mean over the query heads of ``scale·2^(gain·(x - base))``.
+    """Return for each slot the mean over the query heads of ``scale·2^(gain·(x - base))``.
 
-    At a gain of 0, slots that a window hides count 1.
+    At a gain of 0, slots that a window hides count 1, see `_powers`.
     """
     return tl.sum(_powers(logits, slot, shown, past, S, base, gain, G, BLOCK_G) * scale[:, None], 0) / G
 
@@ -247,7 +248,10 @@ def power_sums(
 @triton.jit
 @no_type_check
 def _powers(logits, slot, shown, past, S, base, gain, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return ``2 ** ((logit - base) * gain)`` of the slots for each query head; 0 outside of ``past``."""
+    """Return ``2 ** ((logit - base) * gain)`` of the slots for each query head; 0 outside of ``past``.
+
+    At a gain of 0 a slot in ``past`` that is not ``shown`` has 1, as 0 to the power of 0 in `attention_stats.Mass`.
+    """
     g = tl.arange(0, BLOCK_G)[:, None]
     x = tl.load(logits + g * S + slot[None, :], mask=shown[None, :] & (g < G), other=0.0)
     power = tl.where(shown[None, :], tl.exp2((x - finite(base)[:, None]) * gain), tl.where(gain == 0.0, 1.0, 0.0))
@@ -257,7 +261,9 @@ def _powers(logits, slot, shown, past, S, base, gain, G: tl.constexpr, BLOCK_G: 
 @triton.jit
 @no_type_check
 def seen(positions, slot, S, own, at, window):
-    """Load the positions of slots, the new token's included; return them, which are past, and which the query sees."""
+    """Load the positions of slots; slot ``own`` has the new token's, ``at``. Return them, which hold a token not after
+    the query, and which of those the query sees through its window.
+    """
     position = tl.load(positions + slot, mask=slot < S, other=-1).to(tl.int32)
     position = tl.where(slot == own, at, position)
     past = (position >= 0) & (position <= at)
@@ -267,12 +273,15 @@ def seen(positions, slot, S, own, at, window):
 @triton.jit
 @no_type_check
 def row_weight(row, at, counted, counts, newest, last, log_decay, COUNTED: tl.constexpr, NEWEST: tl.constexpr):
-    """Return a row's weight, 0 or the decay to the power of its distance from the newest row, and this distance."""
+    """Return the weight of a row of the batch, and how many positions its query is before the newest one. The weight is
+    the decay to the power of this distance, 1 if it is not above 0; 0 for padding and a row that does not count.
+    """
     if COUNTED:
         counts = tl.load(counted + row).to(tl.int32)
     if NEWEST:
         last = tl.load(newest + row).to(tl.int32)
     ago = last - at
+    # at least 1, as the logarithm of a decay of 0 is infinite, and 0 times it no number
     weight = tl.where(ago > 0, tl.exp2(tl.maximum(ago, 1).to(tl.float32) * log_decay), 1.0)
     return tl.where((at >= 0) & (counts != 0), weight, 0.0), ago
 
@@ -336,7 +345,7 @@ def merge(
 @triton.jit
 @no_type_check
 def count_past(positions, at, S, TILE: tl.constexpr):
-    """Return the number of slots that hold a token not after the query."""
+    """Return the number of a head's slots that hold a token not after the query, sliding windows aside."""
     n = tl.zeros((TILE,), tl.int32)
     for begin in range(0, S, TILE):
         _position, past, _shown = seen(positions, begin + tl.arange(0, TILE), S, -1, at, 0)
@@ -433,7 +442,9 @@ def merge_evict(
 @triton.jit
 @no_type_check
 def lose(lost, victim, where, of_victim, of_all, LOSES: tl.constexpr):
-    """Add the victim's mass and the mass of all lanes to ``lost``; do nothing without `LOSES`."""
+    """Add the victim's mass (0 if there is no victim) and the mass of all lanes to the two numbers at ``lost``; do
+    nothing without `LOSES`.
+    """
     if LOSES:
         gone = tl.sum(tl.where((where == victim) & (victim < LAST), of_victim, 0.0), 0)
         tl.store(lost, tl.load(lost) + gone)

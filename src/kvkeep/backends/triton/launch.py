@@ -73,7 +73,7 @@ def kernels() -> Kernels:
 
 
 def _installed() -> str:
-    """Return the version of Triton. Builds under another package name count as new enough."""
+    """Return the version of the package ``triton``; `OLDEST` without it, as for a build of another name."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -91,8 +91,8 @@ def interprets() -> bool:
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Return whether kernels can read the tensors: all plain, on a device with kernels, dense in the last axis, without
-    gradients; ``False`` while a compiler traces.
+    """Return whether kernels can read the tensors: all plain, the first one on a device with kernels, dense in the last
+    axis, without gradients; ``False`` while a compiler traces.
     """
     if tensors[0].device.type not in kernels().devices or torch.compiler.is_compiling():
         return False
@@ -106,7 +106,7 @@ def runs(*tensors: Tensor) -> bool:
 
 
 def misfit(*tensors: Tensor) -> str | None:
-    """Return why no kernel takes these dtypes or head dims; ``None`` if kernels take them."""
+    """Return why no kernel takes the dtypes or head dims (last axes) of these tensors; ``None`` if they do."""
     dtypes, dim = {tensor.dtype for tensor in tensors}, max(tensor.shape[-1] for tensor in tensors)
     if len(dtypes) > 1 or tensors[0].dtype not in TYPES:
         return f"dtypes {', '.join(sorted(map(str, dtypes)))}"
@@ -159,7 +159,9 @@ SCAN_WARPS = 4
 
 
 def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -> Decode:
-    """Return tile sizes for a device, a key's bytes and ``S`` slots. ``bits`` below 16 mean quantized slots."""
+    """Return the sizes of a decode program for a device, the bytes of a key in the model's dtype, and ``S`` slots.
+    ``bits`` are those of a key's numbers: below 16, slots are quantized.
+    """
     rows = DECODE.get(_capability(device), DECODE[""])
     sizes = next((sizes for limit, sizes in rows.items() if key_bytes <= limit), rows[max(rows)])
     if _capability(device) == "9" and key_bytes <= 256:
@@ -169,7 +171,10 @@ def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -
 
 
 def scan_tile(S: int, group: int = 1) -> int:
-    """Return how many slots a program reads at once if it holds numbers of ``group`` query heads in registers."""
+    """Return how many slots a program reads at once, a power of two, if it holds a number of each of ``group`` query
+    heads for each of them in registers.
+    """
+    # about 4096 numbers in all
     return min(power(S), max(16, min(SCAN, 4096 // group)))
 
 
@@ -263,7 +268,7 @@ def splits(programs: int, like: Tensor) -> int:
 
 
 def _tile(table: Table, dim: int, like: Tensor) -> Tile:
-    """Return the tile sizes of a kernel for a device, dtype and head dim."""
+    """Return the tile sizes of a kernel from its table, for the device and dtype of ``like`` and a head dim."""
     if not like.is_cuda:
         # triton's interpreter, in which the tests run
         return CPU
@@ -288,18 +293,20 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row(wanted: WantedReport, now: Tensor) -> dict[str, Any]:
-    """Return the weights of query rows in a statistic's sums, as arguments of a kernel."""
+    """Return the arguments of `decode.row_weight`, and the gain, of a report that is wanted, by the names that the
+    kernels have for them. ``now`` stands in for tables that are missing.
+    """
     return {
         **either("counted", "counts", wanted.counts, now, dtype=torch.int64),
         **either("gains", "gain", 1.0 if wanted.gain is None else wanted.gain, now, dtype=torch.float32),
         **either("newest", "last", wanted.last, now, dtype=torch.int64),
         "TEMPERED": wanted.gain is not None,
-        "log_decay": math.log2(wanted.decay) if wanted.decay > 0 else -math.inf,
+        "log_decay": math.log2(wanted.decay) if wanted.decay > 0 else -math.inf,  # a decay of 0 has no logarithm
     }
 
 
 def limits(limits: SlotLimits) -> dict[str, Any]:
-    """Return the slot limits as arguments of the kernels."""
+    """Return the slot limits as arguments of the kernels that evict, by their names; the window itself is left out."""
     recent, stay = limits.recent, limits.stay
     return {
         "ages": limits.seen,
@@ -317,21 +324,25 @@ def limits(limits: SlotLimits) -> dict[str, Any]:
 
 
 def _per_head(name: str, value: int | Tensor) -> dict[str, int]:
-    """Return the strides of a table of rows and heads; strides of 0 if one number is for all."""
+    """Return the strides of rows and heads of a table as kernel arguments; strides of 0 if ``value`` is no table."""
     return heads(name, value) if isinstance(value, Tensor) else {f"{name}_row": 0, f"{name}_head": 0}
 
 
 def either(
     table: str, number: str, value: int | float | Tensor, unread: Tensor, *, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Return a table or one number for all as kernel arguments; ``unread`` stands in for a missing table."""
+    """Return a table or one number for all as three kernel arguments: ``table``, ``number``, and in capitals whether
+    the table is read. ``unread`` stands in for a missing table. With a ``dtype`` the table is converted and made dense.
+    """
     if not isinstance(value, Tensor):
         return {table: unread, number: value, table.upper(): False}
     return {table: value if dtype is None else value.to(dtype).contiguous(), number: 0, table.upper(): True}
 
 
 def store(slots: Slots) -> dict[str, Any]:
-    """Return the slots, strides and sizes as kernel arguments; `BLOCK_D`, `BLOCK_E` are padded head dims."""
+    """Return keys and values as they are stored, positions, strides and sizes as kernel arguments; `BLOCK_D` and
+    `BLOCK_E` are padded head dims.
+    """
     (keys, *_), (values, *_) = lying(slots)
     Hk, S, (D, E) = keys.shape[1], keys.shape[2], dims(slots)
     return {
@@ -347,7 +358,9 @@ def store(slots: Slots) -> dict[str, Any]:
 
 
 def lying(slots: Slots) -> tuple[Codes, Codes]:
-    """Return keys and values as they are stored. Slots that are not quantized have 16 bits and dummy scales."""
+    """Return keys and values as they are stored, as `Codes`. Those of slots that are not quantized have 16 bits, and as
+    scales themselves, which nobody reads.
+    """
     if isinstance(slots, CodedSlots):
         return slots.coded_keys, slots.coded_values
     return Codes(slots.keys, slots.keys, 16), Codes(slots.values, slots.values, 16)
@@ -361,7 +374,7 @@ def dims(slots: Slots) -> tuple[int, int]:
 
 
 def codes(slots: Slots) -> dict[str, Any]:
-    """Return the scales, their strides, the bits, and the channels per scale, as kernel arguments."""
+    """Return scales of keys and values, their strides, the bits, and the channels per scale, as kernel arguments."""
     found: dict[str, Any] = {}
     for name, vectors in zip(("key", "value"), lying(slots), strict=True):
         found |= {
@@ -380,5 +393,7 @@ def new(keys: Tensor, values: Tensor) -> dict[str, Any]:
 
 
 def heads(name: str, tensor: Tensor) -> dict[str, int]:
-    """Return the strides of rows and heads; the head stride is 0 where all heads share one entry."""
+    """Return the strides of rows and heads of a tensor as kernel arguments, ``NAME_row`` and ``NAME_head``; that of
+    heads is 0 where all heads share one entry.
+    """
     return {f"{name}_row": tensor.stride(0), f"{name}_head": tensor.stride(1) if tensor.shape[1] > 1 else 0}

@@ -124,8 +124,8 @@ def step(
 def write(
     store: Slots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Write a new token per row into an empty slot, quantized if the slots are, and return the slots; ``None`` if no
-    kernel can.
+    """Write a new token per row into an empty slot of each head, in place, quantized if the slots are, and return the
+    slots; ``None``, with nothing changed, if no kernel can.
     """
     if isinstance(store, CodedSlots):
         return _write_codes(store, new, now)
@@ -233,7 +233,9 @@ class Scratch:
         } | {"Hk": Hk, "S": S, "G": self.G, "E": E, "BLOCK_E": launch.power(E)}
 
     def fill(self, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """Run the first kernel, which attends in splits; a new token is written into its slot before."""
+        """Run the first kernel, which fills this memory: it attends in splits. A new token (key and value) is written
+        into a free slot before, and ``slots`` receives the slots.
+        """
         from kvkeep.backends.triton import decode
 
         _launch(
@@ -259,7 +261,7 @@ class Scratch:
         )
 
     def tensors(self, out: Tensor) -> dict[str, Any]:
-        """Return the arguments of the second kernel."""
+        """Return the arguments that both second kernels share, with ``out`` for the output."""
         sinks, group = self.options.sinks, launch.power(self.G, 1)
         return {
             **self.both,
@@ -273,7 +275,9 @@ class Scratch:
 
 
 def _takes(query: Tensor, *others: Tensor) -> bool:
-    """Return whether kernels take these dtypes, head dims and group size; if not, log why."""
+    """Return whether kernels take the dtypes and head dims of all these tensors, and the number of query heads for each
+    head of ``others[0]``; if not, log why, once for each reason.
+    """
     reason, group = launch.misfit(query, *others), query.shape[1] // others[0].shape[1]
     if reason is None and group > launch.MAX_GROUP:
         reason = f"{group} query heads for each KV head, more than {launch.MAX_GROUP}"
@@ -284,13 +288,13 @@ def _takes(query: Tensor, *others: Tensor) -> bool:
 
 @functools.cache
 def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
-    """Return the matrix that turns keys before they are encoded, on a device."""
+    """Return the matrix of `kvkeep.kv.slot_codec.hadamard` for a head dim, float32 on a device, made once."""
     with torch.inference_mode(False):  # it outlives the mode in which it is first asked for
         return hadamard(torch.eye(dim)).to(device)
 
 
 def turned(x: Float[Tensor, "B H 1 D"]) -> Float[Tensor, "B H 1 D"]:
-    """Return vectors in float32 after `kvkeep.kv.slot_codec.hadamard`, as one matrix product: fewer kernels."""
+    """Return float32 vectors after `kvkeep.kv.slot_codec.hadamard`, by one matrix product: fewer kernels."""
     found: Tensor = x @ _matrix(x.shape[-1], x.device)
     return found
 
@@ -307,7 +311,9 @@ def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
 
 
 def _output(query: Tensor, width: int) -> Tensor:
-    """Allocate the output; float32 for the interpreter, which truncates where bfloat16 should round."""
+    """Allocate the output, ``(B, Hq, T, width)``, in the query's dtype; in float32 for the interpreter, which truncates
+    where bfloat16 should round.
+    """
     dtype = torch.float32 if launch.interprets() else query.dtype
     return query.new_empty((*query.shape[:3], width), dtype=dtype)
 

@@ -29,7 +29,7 @@ PRECISION = tl.constexpr("tf32x3")
 @triton.jit
 @no_type_check
 def load_rows(start, rows, stride, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Load a tile of vectors, one per line, padded with zeros."""
+    """Load vectors, ``(BLOCK, BLOCK_DIM)``: those of `rows`; 0 for rows from `n` on and dims from `DIM` on."""
     dims = tl.arange(0, BLOCK_DIM)
     inside = (rows < n)[:, None] & (dims < DIM)[None, :]
     lines = rows.to(tl.int64) * stride  # a prompt of 64 heads passes 2^31 elements at 262 144 tokens
@@ -77,7 +77,9 @@ def shown(x, queries, keys, window, WINDOWED: tl.constexpr):
 @triton.jit
 @no_type_check
 def strengthened(inner, outer, gain, CAPPED: tl.constexpr):
-    """Return the factors of `visible_logits` for logits that are multiplied by ``gain``."""
+    """Return `inner` and `outer` of `logits` for logits that are multiplied by ``gain`` after the soft cap, if there is
+    one.
+    """
     if CAPPED:
         outer = outer * gain
     else:
@@ -167,7 +169,9 @@ def probabilities(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Recompute a tile of one query head's probabilities from the stored log-sum-exp."""
+    """Recompute a tile of one query head's probabilities, rows x keys, from the stored log-sum-exp; 0 where the key is
+    hidden.
+    """
     q = load_rows(q_at, rows, q_t, T, BLOCK_T, D, BLOCK_D)
     x = visible_logits(q, k, queries, keys, inner, outer, window, CAPPED, WINDOWED, WIDE)
     lse = tl.load(lse_at + rows, mask=rows < T, other=0.0)
@@ -205,6 +209,7 @@ def columns(
     k = load_rows(keys + wide_b * k_b + wide_h * k_h, slots, k_s, S, BLOCK_S, D, BLOCK_D)
     at = load_positions(k_positions + wide_b * kp_b + wide_h * kp_h, slots, S)
     newest = tl.max(at, 0)
+    # rows before the tile's first key see none of its keys
     first = tl.maximum(tl.load(bounds + 2 * b), tile * BLOCK_S - (S - T)) // BLOCK_T
     end = tl.load(bounds + 2 * b + 1)
     if WINDOWED and not LOW:  # a key outside of the window may count as low

@@ -49,7 +49,7 @@ def causal(
 
 
 def gives_sums(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> bool:
-    """Return whether `causal` also gives the log-sum-exp, from a kernel that is faster than kvkeep's."""
+    """Return whether `causal` also gives the log-sum-exp, and by cuDNN, which is faster than kvkeep's kernel."""
     kind = _kind(query, keys, values, scaling)
     return kind == SDPBackend.CUDNN_ATTENTION.value and _is_right(kind, query.device, query.dtype)
 
@@ -61,7 +61,9 @@ def _plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
 
 
 def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | None:
-    """Return the kernel that torch would choose; ``None`` if that kernel does not give the log-sum-exp."""
+    """Return the number in `SDPBackend` of the kernel that torch would choose; ``None`` if it does not give the
+    log-sum-exp, or torch does not tell.
+    """
     choice = getattr(torch, "_fused_sdp_choice", None)
     if choice is None or not query.is_cuda:
         return None
@@ -73,7 +75,7 @@ def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | 
 
 
 def _by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return causal attention by cuDNN, and the log-sum-exp of each row."""
+    """Return causal attention by cuDNN, and the log-sum-exp of each query head and row, to base e."""
     # only torch's private operators return the log-sum-exp, which the report needs
     # then: no bias, the log-sum-exp, no dropout, causal, no debug mask
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -82,7 +84,7 @@ def _by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tu
 
 
 def _by_flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return causal attention by torch's flash attention, and the log-sum-exp of each row."""
+    """Return causal attention by torch's flash attention, and the log-sum-exp of each query head and row, to base e."""
     # then: no dropout, causal, no debug mask
     call = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = call(query, keys, values, 0.0, True, False, scale=scaling)
@@ -97,7 +99,8 @@ _CALLS: dict[int, Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Any]]] = 
 
 @functools.cache
 def _is_right(kind: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a kernel's log-sum-exp is right and in natural logarithms, as a trial shows that is made once.
+    """Return whether one of `_CALLS` runs and its log-sum-exp is right and in natural logarithms, as a trial shows that
+    is made once.
 
     The host waits for the trial.
     """
@@ -189,7 +192,7 @@ def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, 
 
 
 def _gain(statistic: Mass, queries: Int[Tensor, "B T"]) -> Float[Tensor, " B"] | None:
-    """Return one factor on the logits per row of the batch; ``None`` for the model's own softmax."""
+    """Return the statistic's factor on the logits for each row of the batch; ``None`` if it is 1 for all."""
     if isinstance(statistic.gain, float) and statistic.gain == 1.0:
         return None
     return torch.as_tensor(statistic.gain, dtype=torch.float32, device=queries.device).expand(len(queries)).contiguous()
@@ -239,20 +242,25 @@ class Prefill:
     fresh: bool = False
 
     def prefers_torch(self, statistic: Statistic) -> bool:
-        """Return whether torch's attention is likely faster, including the extra work for the report."""
+        """Return whether torch's attention can compute the output of this prompt, and is likely faster than kvkeep's
+        kernel, including the extra work for the report.
+        """
         T, rows = self.query.shape[2], 0 if isinstance(statistic, Nothing) else statistic.rows
-        few = isinstance(rows, int) and 0 <= rows * TORCH_SHARE <= T
+        few = isinstance(rows, int) and 0 <= rows * TORCH_SHARE <= T  # -1: all rows count
         if T < TORCH_ROWS or not self.query.is_cuda or not self._flashes():
             return False
         sums = gives_sums(self.query, self.keys, self.values, self.options.scaling)
         return (few or sums) and self.fits_torch()
 
     def _flashes(self) -> bool:
-        """Return whether torch has flash attention for this prompt; else it would build the whole matrix."""
+        """Return whether torch's flash attention takes dtype and head dims; else it would build the whole matrix."""
         return self.query.dtype in (torch.bfloat16, torch.float16) and self.query.shape[-1] == self.values.shape[-1]
 
     def fits_torch(self) -> bool:
-        """Return whether torch can mask this prompt: its mask is causal over columns, which must be positions."""
+        """Return whether torch's attention can compute the output: there is no window, soft cap or sink, and the keys
+        are the queries' own at positions 0, 1, 2 ..., as torch's mask is causal over columns. Without ``fresh`` a GPU
+        is waited for; while a graph is captured the answer then is ``False``.
+        """
         plain = self.options.window is None and self.options.softcap is None and self.options.sinks is None
         if not plain or self.query.shape[2] != self.keys.shape[2]:
             return False
@@ -287,8 +295,15 @@ class Prefill:
         gain: Float[Tensor, " B"] | None = None,
         shares: Float[Tensor, "B #Hk T"] | None = None,
     ) -> Float[Tensor, "fields B Hk S"]:
-        """Return weighted sums over rows of the probabilities of each key; with ``shares`` a second field, see
-        `prefill.columns`.
+        """Return for each key the sum over rows of the group's mean probability, weighted; with ``shares`` also a
+        weighted count of the rows that give it little.
+
+        Args:
+            lse: log-sum-exp of the rows in base 2, under the gain if there is one.
+            weights: weight of each row, not below 0.
+            bounds: the first row with a weight and the one after the last, see `bounds_of`; others are not read.
+            gain: see `log_sum_exp`.
+            shares: a row gives a key little if the key's mean probability is below 1 over this number.
         """
         from kvkeep.backends.triton import prefill  # imports Triton
 
@@ -296,7 +311,7 @@ class Prefill:
         Hq, T = self.query.shape[1:3]
         tile, window = launch.columns_tile(D, self.query), self.options.window
         count, pieces = -(-S // tile.slots), -(-T // tile.rows) * (Hq // Hk if shares is None else 1)
-        splits = min(pieces, launch.splits(count * Hk, self.query))
+        splits = min(pieces, launch.splits(count * Hk, self.query))  # more would have nothing to do
         sums = torch.empty((splits, 1 if shares is None else 2, B, Hk, S), dtype=torch.float32, device=lse.device)
         oldest = self._oldest(tile.rows)
         share = weights if shares is None else shares.float().contiguous()
@@ -313,7 +328,7 @@ class Prefill:
         return sums[0] if splits == 1 else sums.sum(dim=0)
 
     def visible(self) -> Int[Tensor, "B #Hk T"]:
-        """Return the number of keys that each query row sees, sliding windows aside."""
+        """Return the number of occupied slots that are not after each query row, so sliding windows aside."""
         ordered = self.key_positions.sort(dim=-1).values.long()
         rows = self.query_positions[:, None].expand(-1, ordered.shape[1], -1).long().contiguous()
         return torch.searchsorted(ordered, rows, right=True) - (ordered < 0).sum(dim=-1, keepdim=True)
@@ -327,7 +342,9 @@ class Prefill:
         gain: Float[Tensor, " B"] | None = None,
         bounds: Int[Tensor, "B 2"] | None = None,
     ) -> None:
-        """Run the forward kernel, which fills ``out`` (if given) and ``lse``."""
+        """Run `prefill.forward`, which fills ``out`` (if given) and ``lse``; with ``bounds`` only in tiles of rows that
+        touch them.
+        """
         from kvkeep.backends.triton import prefill  # imports Triton
 
         (B, Hq, T, D), S, E, window = self.query.shape, *self.values.shape[2:], self.options.window
@@ -348,7 +365,7 @@ class Prefill:
             )
 
     def _shapes(self, tile: launch.Tile, **more: int) -> dict[str, Any]:
-        """Return the arguments that the kernels are compiled for."""
+        """Return the arguments for which kernels are compiled, those of the tile among them, and ``more`` of them."""
         return {
             "G": self.query.shape[1] // self.keys.shape[1],
             "D": self.query.shape[-1],

@@ -21,7 +21,7 @@ LAST = tl.constexpr(2**31 - 1)
 @triton.jit
 @no_type_check
 def free_slot(positions, S, SCAN: tl.constexpr):
-    """Return the first slot with the smallest position."""
+    """Return the first slot with the smallest position of a head: an empty one if there is any."""
     best = tl.full((SCAN,), LAST, tl.int32)
     slot = tl.full((SCAN,), LAST, tl.int32)
     for begin in range(0, S, SCAN):
@@ -53,8 +53,8 @@ def unexpired(position, age, window, SLIDES: tl.constexpr):
 @triton.jit
 @no_type_check
 def earlier(score, position, slot, best, oldest, where):
-    """Return, lane by lane, whichever slot goes first: an occupied one, or the best so far
-    (`kvkeep.kv.ranking.weakest`).
+    """Return score, position and index, lane by lane, of whichever slot goes first: `slot` if it is occupied, or the
+    one found so far, see `kvkeep.kv.ranking.weakest`.
     """
     sooner = (position >= 0) & ((score < best) | ((score == best) & (position < oldest)))
     return tl.where(sooner, score, best), tl.where(sooner, position, oldest), tl.where(sooner, slot, where)
@@ -63,7 +63,7 @@ def earlier(score, position, slot, best, oldest, where):
 @triton.jit
 @no_type_check
 def first(best, position, slot):
-    """Return the slot that goes first of all lanes; `LAST` if no lane has one."""
+    """Return the slot that goes first of those that `earlier` has found in the lanes; `LAST` if no lane has one."""
     lowest = tl.min(best, 0)
     oldest = tl.min(tl.where(best == lowest, position, LAST), 0)
     return tl.min(tl.where((best == lowest) & (position == oldest), slot, LAST), 0)
@@ -197,7 +197,7 @@ def vectors(
 @triton.jit
 @no_type_check
 def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Load quantized channels as integers, ``(TILE, BLOCK_D)``.
+    """Load the codes of some slots' channels as integers, ``(TILE, BLOCK_D)``, 0 where `shown` is false.
 
     Each byte is read once where groups fill the block.
     """
@@ -222,7 +222,8 @@ def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl
 @triton.jit
 @no_type_check
 def spread(scales, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Load each channel's scale, or its offset from one number on, ``(TILE, BLOCK_D)`` in float32.
+    """Load for each channel of some slots the scale of its group, ``(TILE, BLOCK_D)`` in float32, 0 where `shown` is
+    false; with `scales` one number further, the offset of its group.
 
     Each is read once where groups fill the block.
     """
@@ -281,7 +282,9 @@ def append_codes(
 def coded(
     new, numbers, scales, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Quantize a vector into its slot. Return the number of its groups that are not finite, which become 0."""
+    """Quantize a vector, and store its codes and scales in a slot. Return how many of its groups hold a number that is
+    not finite; all of such a group becomes 0.
+    """
     wide: tl.constexpr = GROUP * BITS // 8  # bytes of a group
     at = tl.arange(0, BLOCK)
     inside = at < wide
