@@ -159,17 +159,18 @@ class BoundedCache(PhasedCache):
             tokenizer: decodes the text around the first difference, for the error.
 
         Returns:
-            ``input_ids`` (the new tokens), ``attention_mask``, ``position_ids``, and the cache under the name that
-            transformers gives it.
+            ``input_ids`` (the new tokens, with padding on the left), ``attention_mask`` (over all columns that the
+            cache has seen, and these), ``position_ids`` of the new tokens, and the cache under the name that
+            transformers gives it. The tensors are on the device of ``ids``; for lists, on that of the slots.
 
         Raises:
-            InputError: the conversation does not begin with the tokens that the cache holds, or has no token beyond
-                them; or the ids of some held tokens are not known.
+            InputError: the conversation does not begin with the tokens that the cache has seen, or has no token beyond
+                them; the ids of some of these are not known; or ``ids`` are no token ids, or do not fit the mask.
             ShapeError: the batch has another number of rows.
             BrokenCacheError: a step failed in some layer.
 
         Cost:
-            4 bytes of main memory for each token.
+            5 bytes for each token, padding included, on the device of the ids that are fed.
         """
         self._check_whole()
         held, history = self._columns, self._history
@@ -195,7 +196,8 @@ class BoundedCache(PhasedCache):
 
         Args:
             ids: the token ids.
-            attention_mask: 0 where a column is padding, of all columns or of the new ones.
+            attention_mask: 0 where a column is padding, of all columns or of the new ones; ``None``: nowhere. One of
+                more than two axes is not looked at.
         """
         if self._history.records:
             real = torch.ones_like(ids, dtype=torch.bool)
@@ -216,7 +218,7 @@ class BoundedCache(PhasedCache):
         return Phase.PREFILL if columns < self._history.prompt_columns else None
 
     def reset(self) -> None:
-        """Empty all slots and forget the token ids. The memory stays allocated."""
+        """Empty all slots and forget the token ids. The same memory is used again where `Layer.reset` allows it."""
         super().reset()  # type: ignore[no-untyped-call]
         self._history.clear()
         self.row_snapshots.awaited = None
@@ -245,7 +247,7 @@ class BoundedCache(PhasedCache):
 
     @property
     def _device(self) -> torch.device:
-        """Return the device of the slots; the CPU before the first step."""
+        """Return the device of the slots; the CPU before the first step and in a model without slots."""
         first = self.bounded_layers().get(self._first)
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
@@ -306,9 +308,11 @@ class BoundedCache(PhasedCache):
                 recorded: from the first `continue_with` on.
 
         Raises:
-            InputError: there is no such row.
-            SnapshotError: nothing is cached yet, or ``tokens`` are not as many as the row has seen.
+            InputError: there is no such row, or ``tokens`` are no ids of one row.
+            SnapshotError: nothing is cached yet, ``tokens`` are not as many as the row has seen, or adapters were
+                switched since.
             BrokenCacheError: a step failed in some layer.
+            UnsupportedOperationError: no layer has slots, or it is not known any more which budget the row has.
         """
         return self.row_snapshots.take(list(self.bounded_layers().values()), self._states(), row, tokens)
 
@@ -321,7 +325,8 @@ class BoundedCache(PhasedCache):
         Raises:
             InputError: there is no such row.
             SnapshotError: the snapshot belongs to another model, policy, budget or other settings.
-            BrokenCacheError: a step failed in some layer.
+            BrokenCacheError: a step failed in some layer of a cache with several rows.
+            UnsupportedOperationError: no layer has slots, or it is not known any more which budget the row has.
         """
         check_kind([snapshot])
         layers = list(self.bounded_layers().values())
@@ -380,9 +385,12 @@ class BoundedCache(PhasedCache):
         return {i: state for i, layer in enumerate(self.layers) if (state := state_part(layer)) is not None}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
-        """Return the position of the token in each slot of a layer, -1 for an empty slot.
+        """Return the true position of the token in each slot of a layer, -1 for an empty slot.
 
-        The tensor is live: do not change it.
+        The tensor is live: do not change it. Where heads have budgets of their own it is a copy.
+
+        Args:
+            layer: the layer's number in the model.
 
         Raises:
             UnsupportedOperationError: the layer has no slots, or nothing has been cached yet.
@@ -396,8 +404,8 @@ class BoundedCache(PhasedCache):
         return bounded.store.positions
 
     def lost_mass(self) -> dict[int, LostShares]:
-        """Return the share of attention mass that evicted tokens carried, by layer, for each row and KV head; see
-        `LostMass`.
+        """Return the share of attention mass that evicted tokens carried, by the layer's number in the model, for each
+        row and KV head; see `LostMass`. Before the first step the mapping is empty.
         """
         layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
         return {number: shares(layer.block.lost) for number, layer in layers.items()}

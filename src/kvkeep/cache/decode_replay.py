@@ -71,11 +71,12 @@ class DecodePaths:
         self._not_fused = why_not_fused(self._policy, backend, window=window, even=even)
 
     def forget(self, why: str) -> None:
-        """Drop the recorded step, and keep the reason, which `took` will report."""
+        """Drop the recorded step, and keep the reason, which `took` will report for steps on the fused path."""
         self.recorded, self._not_replayed = None, why
 
     def took(self, path: DecodePath, why: str | None = None) -> None:
-        """Set `path` and `why` after a step.
+        """Set `path` after a step, and `why` it was no faster one: by default the reason for which there was no
+        replay; after a replay nothing.
 
         Do nothing while a compiler traces.
         """
@@ -112,8 +113,8 @@ class DecodePaths:
 
 
 def until_burst(policy: Policy, block: Block) -> Int[Tensor, " B"] | None:
-    """Return how many tokens each row will have seen when a burst of a policy that `rests` is due; ``None`` for other
-    policies.
+    """Return how many tokens each row will have seen when its budget is full, so that the token after them brings a
+    burst, under a policy that `rests`; ``None`` for other policies.
     """
     if not rests(policy):
         return None
@@ -180,6 +181,7 @@ def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
     """
 
     def owner(name: str) -> type:
+        """Return the class that defines the attribute of this name."""
         return next(base for base in kind.__mro__ if name in vars(base))
 
     return all(issubclass(owner(ability), owner(name)) for name in names)
@@ -203,8 +205,8 @@ class CachedStatistic:
         self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
 
     def by(self, view: View) -> Statistic:
-        """Return the statistic that the policy wants for this step. It is cached while prompt and budget stay the
-        same.
+        """Return the statistic that the policy wants for this step: the cached one if it is steady and the tensors of
+        prompt and budget were not written since; otherwise the policy is asked.
         """
         numbers = [tensor for tensor in (view.prompt, view.budget) if isinstance(tensor, Tensor)]
         if not self._steady or any(not tensor.is_cpu or tensor.is_inference() for tensor in numbers):
@@ -221,7 +223,9 @@ class CachedStatistic:
         return statistic
 
     def remembers(self, prompt: Tensor, budget: Budget) -> bool:
-        """Return whether the cached statistic still holds for this prompt and budget."""
+        """Return whether a statistic is cached that was made for these tensors of prompt and budget, and these have not
+        been written since.
+        """
         last = self._last
         if last is None or last[0] is not prompt or last[1] is not budget:
             return False

@@ -27,10 +27,10 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, V
 
 
 def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
-    """Return the budget of each head under a policy that divides a common one. Where pins need more, heads with spare
-    slots give some up.
+    """Return the budget of each head, by the scores of its tokens, under a policy that divides a common one. Where pins
+    need more, heads with spare slots give some up.
 
-    The sum over a row's heads stays the same.
+    The sum over a row's heads stays the same. Nothing is written.
     """
     assert policy.spreads is not None
     asked = policy.spreads.heads(policy, view, score)
@@ -61,12 +61,13 @@ def may_stay(
     """
     assert policy.spreads is not None
     assert policy.spreads.ceilings is not None
-    view = replace(view, budget=mean)
+    view = replace(view, budget=mean)  # heads' own budgets are not known before the last layer
     most = policy.spreads.ceilings(policy, view, score, heads)
     if view.pins is not None:
         most = most.maximum(_needed(policy, view, mean)) + 2  # what `divided` may round up
     # NaN has no order, and is the lowest score here as in `ranking.protect`
     best = ranking.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
+    # `most`: a policy may protect a share of the budget, and this is the largest that the head can get
     return (best | protected_slots(policy, replace(view, budget=most))) & (view.positions >= 0)
 
 
@@ -155,7 +156,7 @@ def fused(
 
 
 def _added(policy: Policy, block: Block, view: View) -> Added:
-    """Return the tensors of a policy's state in the form in which a backend's fused step updates them."""
+    """Return the tensors of a policy's state, and of the mass lost, which a backend's fused step updates in place."""
     lost = block.lost[..., 2:]  # the two sums of decode steps: evicted mass, and all mass (`lost_mass`)
     if policy.tally is None and policy.bursts is not None:
         return Added((), is_score=False, lost=lost)  # a policy that rests between bursts
@@ -178,7 +179,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     moved.
 
     Args:
-        policy: scores the slots and says how many stay.
+        policy: scores the slots and says how many stay; it may leave fewer than the budget.
         block: the slots, with the new token among them.
         view: the block's slots as the policy sees them.
         window: sliding window of the layer; expired slots are emptied first, see `ranking.expire`.
@@ -254,7 +255,8 @@ def cut(
 def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"] | None = None, *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """Return a mask of the tokens that stay after a prefill chunk.
+    """Return a mask of the tokens that stay after a prefill chunk: the protected and the best ones of each head, as
+    many as `limit` allows, or all if they are fewer. Empty slots are left out.
 
     Args:
         policy: scores the tokens and says how many stay.
@@ -274,17 +276,20 @@ def kept(
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
-    """Return the budgets that a policy gives to a layer's heads by its scores, see `divided`."""
+    """Return the budgets that a policy gives to a layer's heads by its scores, see `divided`. Nothing is written."""
     return divided(policy, view, scored(policy, view, state))
 
 
 def scored(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """Return the scores that divide a budget, computed as if each head had the mean of the heads' budgets."""
+    """Return the policy's scores, computed as if each head had the mean of the heads' budgets: they divide the budget,
+    so they must not depend on how it was divided before.
+    """
     return _scores(policy, replace(view, budget=average(view)), state)
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
-    """Return how many slots of each head may stay occupied: the budget, or what a policy with bursts or growth says.
+    """Return how many slots of each head may stay occupied after this step: the budget, or what a policy with bursts or
+    growth says.
 
     A row whose budget holds the sliding window keeps all of its budget.
 
@@ -312,7 +317,8 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 
 
 def all_stay(policy: Policy, budget: Int[Tensor, "B 1"], *, window: int | None) -> Int[Tensor, "B 1"]:
-    """Return how many tokens a row may have seen at the end of a prompt so that certainly none of them has to go.
+    """Return how many tokens a row may have seen at the end of a prompt so that certainly none of them has to go, not
+    even from the sliding window.
 
     Args:
         policy: may leave a part of the budget free: for generated tokens, or beside a prompt that it cuts to a share.
@@ -375,7 +381,7 @@ def check_room(
         window: sliding window of the layer.
 
     Raises:
-        CapacityError: a row would hold more tokens than its budget.
+        CapacityError: a row would hold more tokens than its budget, which does not hold the window.
     """
     grows = policy.grows is not None and phase is Phase.DECODE
     if phase is Phase.PROBE or (policy.evicts and not grows):
@@ -396,7 +402,7 @@ def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> N
         window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
 
     Raises:
-        CapacityError: a row would hold more tokens than its budget.
+        CapacityError: a row would hold more tokens than its budget, which does not hold the window.
     """
     if isinstance(block.budget, int) and bool((needed <= block.budget).all()):
         return  # the usual case, without the operators below
@@ -413,7 +419,8 @@ def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> N
 
 
 def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *, window: int | None) -> None:
-    """Refuse pins that do not fit into the budget of their row beside what the policy protects.
+    """Refuse pins that do not fit into the budget of their row (where `keeps_share`: into that share of it) beside what
+    the policy protects. A policy that never evicts, or a budget that holds the window, takes any pins.
 
     Args:
         policy: protects tokens of its own.

@@ -39,10 +39,11 @@ class HandedKeys(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operations that read attributes, trace or expand latents, and refuse all others.
+        """Run an operation that reads an attribute, such as the shape. While a compiler traces, and on keys of a model
+        with latents, run any operation; the tensors that come of latents are handed keys again. Refuse all others.
 
         Raises:
-            UnsupportedModelError: the model computes attention itself.
+            UnsupportedModelError: the operation is another one, so the model computes attention itself.
         """
         source = next((leaf.layer for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
         latent = source is not None and source.latent
@@ -113,7 +114,7 @@ class HandingLayer(CacheLayerMixin):
         return self.tag(key_states), value_states
 
     def tag(self, tensor: Tensor) -> HandedKeys:
-        """Return the tensor as `HandedKeys` of this layer."""
+        """Return the tensor as `HandedKeys` of this layer. They share memory."""
         handed = tensor.as_subclass(HandedKeys)
         handed.layer = self
         return handed
@@ -148,7 +149,9 @@ class HandingLayer(CacheLayerMixin):
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the logical key axis."""
+        """Return length and offset of the key axis that transformers makes a mask for: all columns fed, evicted ones
+        and ``query_length`` new ones included; and 0.
+        """
         return self.columns + query_length, 0
 
     def get_max_length(self) -> int:
@@ -201,7 +204,7 @@ class BoundedLayer(HandingLayer):
         return self.layer.columns
 
     def reset(self) -> None:
-        """Empty all slots. The memory stays allocated."""
+        """Empty all slots, see `Layer.reset`."""
         self.layer.reset()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
@@ -209,7 +212,7 @@ class BoundedLayer(HandingLayer):
         self.layer.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, next to itself."""
+        """Repeat every row ``repeats`` times, next to itself. Do nothing before the first step."""
         if self.layer.allocated:
             rows = self.layer.seen.new_tensor(range(len(self.layer.seen)))
             self.layer.select_rows(rows.repeat_interleave(repeats))
@@ -314,10 +317,10 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         self.is_sliding = keys.is_sliding
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the state.
+        """Return an attribute that this layer does not have itself from its state of fixed size.
 
         Raises:
-            AttributeError: the state has no attribute of this name either.
+            AttributeError: the state has no attribute of this name either, or it is one of Python's own ``__names__``.
         """
         if name in ("state", "keys_part") or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
@@ -340,11 +343,11 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         """Do nothing. Both parts allocate on their first step."""
 
     def get_seq_length(self) -> int:
-        """Return the logical length of the sequence."""
+        """Return how many columns were fed so far, padding and evicted tokens included."""
         return int(self.keys_part.get_seq_length())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the logical key axis."""
+        """Return length and offset of the logical key axis, see `HandingLayer.get_mask_sizes`."""
         length, offset = self.keys_part.get_mask_sizes(query_length)
         return length, offset
 
@@ -381,7 +384,7 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to roll back; do nothing for 0 tokens."""
+        """Refuse to roll back; do nothing for 0 tokens. See `BoundedLayer.crop`."""
         self.keys_part.crop(tokens_to_remove)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def for_prompt(
     positions: Int[Tensor, "B T"],
     output: OutputProjection | None,
 ) -> View:
-    """Return the view of a prefill chunk, with the queries and the output projection that the policy asks for.
+    """Return the view of a prefill chunk, with the chunk's queries before their rotation and the output projection
+    added if the policy asks for them.
 
     Args:
         policy: `Abilities.asks` and `Abilities.projects` say what it looks at.
@@ -130,7 +131,8 @@ def for_prompt(
 def read(
     policy: Policy, backend: Backend, inputs: AttentionInputs, again: SecondReading
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Run attention for a prefill chunk. For a policy that `rereads`, queries of a second reading attend as well.
+    """Run attention for a prefill chunk, and return its output with the report for the policy. For a policy that
+    `rereads`, queries of a second reading attend as well: their shares are the report's field ``again``.
 
     Args:
         policy: the policy that gets the report.
@@ -228,7 +230,11 @@ class Layer:
         self._follow(before)
 
     def reset(self) -> None:
-        """Empty all slots and counters. The memory is freed only if rows were selected or restored, or heads differ."""
+        """Empty all slots and counters.
+
+        The next step uses the same memory, unless rows were selected or restored, the policy divides a budget among
+        heads, or prompts stay whole: then it allocates a new block.
+        """
         moves = self.moves
         self.columns, self.moves, self.broken, self.paths.recorded = 0, 0, False, None
         if self._together is not None:
@@ -323,15 +329,17 @@ class Layer:
         self.paths.begin(self._backend, window=self.window, even=not isinstance(block.store, PooledStore))
 
     def find_lead(self) -> None:
-        """Note in the layer's own block which first positions `keep_prompt` protects, so that kernels can.
+        """Note in the layer's block how many first positions `keep_prompt` protects, see `lead_of`, so that kernels can
+        protect them.
 
-        Do nothing while a compiler traces, which knows no numbers in tensors.
+        Do nothing for a policy without `keep_prompt`, or while a compiler traces, which knows no numbers in tensors.
         """
         if self.policy.keep_prompt is not None and self.policy.evicts and not torch.compiler.is_compiling():
             self.block.lead = lead_of(self.policy, self.block)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Allocate the block on the first step, and check that the tensors fit it.
+        """Allocate the block on the first step, or when an empty block has another shape, and check that the tensors
+        fit it.
 
         Raises:
             ShapeError: there is no token, or the tensors do not fit the block.
@@ -371,9 +379,12 @@ class Layer:
 
         Raises:
             ShapeError: there is no token, the tensors do not fit the block, or several tokens came as generated ones.
-            CapacityError: the policy does not evict and the budget is exhausted.
+            CapacityError: the policy does not evict (under ``decode=grow``: generated tokens) and the budget is
+                exhausted.
+            BudgetError: prompts stay whole, and this one leaves no room in the budget.
             BrokenCacheError: an earlier step failed before its end.
-            UnsupportedOperationError: under `Phase.PROBE`, the policy prunes through the layers.
+            UnsupportedOperationError: under `Phase.PROBE`, the policy prunes through the layers; or a text has grown
+                over the length beyond which keys are rotated in another way, see `_prompt_ends`.
         """
         if self.paths.recorded is not None and phase is Phase.DECODE and real is None:
             out = self._replay(query, keys, values, options)
@@ -595,7 +606,9 @@ class Layer:
         fresh: Int[Tensor, " B"],
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hq 1 E"]:
-        """Write the token into an empty slot, attend, and empty the victim's slot. No other slot is moved."""
+        """Write each row's token into an empty slot, attend, let the policy observe, and empty the slots of the tokens
+        that go. No other token is moved.
+        """
         slots, backend = self.store.slots(), self._backend
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, positions)
@@ -622,7 +635,7 @@ class Layer:
         values: Float[Tensor, "B Hk T E"],
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Attend over the slots and a prompt chunk, then keep the best tokens of both.
+        """Attend over the slots and a prompt chunk, then keep the best tokens of both. Return attention's output.
 
         Layers that share a budget evict later, together.
         """
@@ -668,9 +681,10 @@ class Layer:
         options: AttentionOptions,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Attend over the slots and the probes so far, and let the policy observe what the slots received. Nothing is
-        stored.
+        """Attend over the slots and the probes so far, and let the policy observe what the slots received. The probes
+        are neither stored nor counted.
         """
+        # all slots, occupied or not: the policy's state has a number for each
         held, now = self.store.capacity, self.block.following(query.shape[2], real)
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, now)
@@ -705,7 +719,9 @@ class Layer:
         )
 
     def _rotary_of(self, phase: Phase) -> Rotation | TextRotation | None:
-        """Return the rotary embedding with which the rows' keys were rotated, for a policy that undoes it."""
+        """Return the rotary embedding with which the rows' keys were rotated, for a policy that undoes it; ``None`` if
+        the policy does not, or the layer's keys are not rotated.
+        """
         whole = self.rotary
         if whole is None or whole.longest is None or whole.beyond is None:
             return whole
@@ -713,11 +729,16 @@ class Layer:
         return TextRotation(whole, whole.beyond, whole.longest, ends)
 
     def _prompt_ends(self, longest: int, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, " B"]:
-        """Return the length of each row's text at the end of its prompt, however it is cut into chunks: it decides
-        the rotary frequencies.
+        """Return the length of each row's text at the end of the prompt that is read, however it is cut into chunks: it
+        decides the rotary frequencies.
+
+        Args:
+            longest: up to this length, texts have the first frequencies.
+            T: new tokens per row.
+            real: which of them are no padding; ``None``: all.
 
         Raises:
-            UnsupportedOperationError: a row has been generated over the border where other frequencies begin.
+            UnsupportedOperationError: a row's prompt had at most ``longest`` tokens, and it has grown beyond them.
         """
         seen, before = self.block.seen, self.block.prompt
         if bool(((before <= longest) & (seen > longest) & (before > 0)).any()):
@@ -747,8 +768,8 @@ _LATER = torch.iinfo(torch.int64).max
 
 
 def _earlier(first: Block, before: Block, positions: Int[Tensor, "B S"]) -> Earlier:
-    """Return what the earlier layers have written about these tokens, and which of them the previous layer still
-    holds.
+    """Return the state that the earlier layers have handed on with these tokens (0 where there is none), and which of
+    them the previous layer still holds.
 
     Args:
         first: the block of the first layer.
@@ -774,7 +795,9 @@ def _hand_on(first: Block, positions: Int[Tensor, "B S"], state: State) -> None:
 
 
 def _look_up(held: Int[Tensor, "B N"], wanted: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Return the index of each wanted position among those held, and a mask of the wanted positions that are held."""
+    """Return the index of each wanted position among those held (any index if it is not), and a mask of the wanted
+    positions that are held. -1, an empty slot, is never found.
+    """
     # empty slots lie behind all tokens, so a search never finds one
     tokens, order = held.long().masked_fill(held < 0, _LATER).sort(dim=1)
     # torch warns of a search in another order of memory, and copies as well

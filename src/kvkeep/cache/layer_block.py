@@ -51,12 +51,13 @@ class BlockPlan:
         heads: Heads,
         together: SharedBudget | None,
     ) -> Block:
-        """Allocate an empty block for keys and values of these shapes.
+        """Return an empty block for keys and values of these shapes: of one layer alone, or its part of the block that
+        the layers in ``together`` have in common.
 
         Args:
             keys: keys of any number of tokens.
             values: their values.
-            budgets: of the rows.
+            budgets: one for all rows, or one per row.
             heads: which heads this process holds.
             together: the layers that share their budget with this one, and the slots.
         """
@@ -77,7 +78,9 @@ class BlockPlan:
         return block
 
     def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values of zero tokens with the shapes of a copied row, from which a store can be made."""
+        """Return keys and values of zero tokens for one row, shaped as those of a copied row, from which a store can be
+        made. ``dtype`` is the model's, which codes do not show; ``None``: that of the copy.
+        """
         tensors = {
             name.removeprefix("store."): x[None] for name, x in copy.tensors.items() if name.startswith("store.")
         }
@@ -100,7 +103,16 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
 
 
 def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:
-    """Set the most slots that one head of a block's pool may get. Without a pool or a divided budget, do nothing."""
+    """Raise the most slots that one head of a block's pool may get, ``widest``, to what the policy's rule may give it.
+
+    Without a pool, or if the policy does not divide a budget, do nothing.
+
+    Args:
+        block: the block.
+        policy: the policy.
+        numbers: budgets of the rows.
+        among: which heads this process holds; the budget may be shared with those of others.
+    """
     store = block.store
     if not isinstance(store, PooledStore) or policy.spreads is None:
         return
@@ -160,7 +172,8 @@ def _least_budget(policy: Policy, block: Block, row: int) -> int:
 
 
 def lead_of(policy: Policy, block: Block) -> int:
-    """Return how many first positions stay in every row, if these are all that `keep_prompt` and pins protect; else 0.
+    """Return how many first positions stay in every row, if these are all that `keep_prompt` and pins protect and are
+    the same in all rows; else 0.
 
     A kernel that knows of first positions only can then take the step.
     """

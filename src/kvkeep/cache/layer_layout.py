@@ -132,13 +132,14 @@ class Layout:
         profile: Profile | None = None,
         heads: Heads = ALONE,
     ) -> Layout:
-        """Return the layout for a model of which nothing but its layers is known, if `is_enough` says so.
+        """Return the layout for a model of which nothing but its layers is known. That suffices where `is_enough` says
+        so, which is not checked; elsewhere give the last arguments as well.
 
         Args:
             windows: sliding window of each layer with slots, see `windows_of`.
             policy: the eviction policy.
             prefill_chunk, layer_budget, head_budget, kv_bits: see `of`.
-            positions, rotations, profile, heads: see `Layout`; what `of` reads in a configuration.
+            positions, rotations, profile, heads: see `Layout`; `of` reads them in a configuration.
 
         Raises:
             KVKeepError: see `of`.
@@ -197,7 +198,8 @@ class Layout:
         return [self.policy if number in sharing else apart for number in self.windows]
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
-        """Return the budget of each layer with slots: one number for all rows, or one per row, see `budget.Number`.
+        """Return the budget of each layer with slots: a sequence of one number for all rows, or of one per row. Under a
+        profile a number is a tuple, see `budget.Number`. Windows do not limit them here, as they do in `slots`.
 
         Raises:
             BudgetError: the budget is out of range, too small for a layer, or smaller than what the policy protects.
@@ -209,7 +211,7 @@ class Layout:
         return spread
 
     def _spread(self, numbers: Sequence[int]) -> list[Sequence[Number]]:
-        """Return the unchecked budgets of each layer, one per row."""
+        """Return what `spread` returns, unchecked, from the budgets of all rows or of each."""
         layers = len(self.windows)
         if self.profile is not None:
             heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
@@ -220,7 +222,8 @@ class Layout:
         return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, **rule) for n in numbers), strict=True))
 
     def slots(self, budget: int) -> list[Number]:
-        """Return the budget of each layer for one row: its part of ``budget``, at most its sliding window.
+        """Return the budget of each layer for one row: its part of ``budget``, at most its sliding window; under a
+        profile a tuple with one number for each KV head.
 
         Each budget is spread and checked once: an engine asks several times for each request.
 
@@ -287,7 +290,9 @@ class Layout:
 def _profile(
     head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
 ) -> Profile | None:
-    """Load and check the head profile that ``head_budget`` names; return ``None`` if it names none.
+    """Load and check the head profile that ``head_budget`` names as ``profile:FILE``; return ``None`` for other rules.
+
+    ``layer_budget`` says whether the user gave a rule for layers as well, ``layers`` how many layers have slots.
 
     Raises:
         InputError: `layer_budget` was given as well, or the file cannot be used for this model.
@@ -370,8 +375,8 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
 
 
 def default_policy(config: PreTrainedConfig, name: str) -> Policy:
-    """Return a policy that commands take by default, or `FALLBACK` on a model that it does not run on, such as one
-    without rotary positions.
+    """Return the policy of the string ``name``, which commands take by default, or `FALLBACK` on a model that it does
+    not run on, such as one without rotary positions.
     """
     policy = parse(name)
     try:
@@ -382,13 +387,13 @@ def default_policy(config: PreTrainedConfig, name: str) -> Policy:
 
 
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """Return the default budget for rows of ``tokens`` tokens: all of them if the policy never evicts, else at most
-    `DEFAULT_BUDGET`.
+    """Return the default budget for rows of ``tokens`` tokens: as many if the policy never evicts; else as many, but no
+    fewer than any of the policies protects, and at most `DEFAULT_BUDGET`.
 
     Args:
         policy: the eviction policy.
         tokens: of the longest row; more slots than tokens would be waste.
-        others: policies that share the budget; it holds what each of them protects.
+        others: policies that get the same budget.
     """
     if not policy.evicts:
         return tokens

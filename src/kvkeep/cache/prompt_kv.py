@@ -35,7 +35,7 @@ class LayerKV:
     state: State
 
     def first(self, tokens: int) -> LayerKV:
-        """Return the part of the first tokens of the prompt. Nothing is copied."""
+        """Return the part of the prompt's first ``tokens`` tokens, as far as they are there. Nothing is copied."""
         keys, values, positions = self.slots
         n = int((positions < tokens).sum())
         slots = Slots(keys[:, :, :n], values[:, :, :n], positions[..., :n])
@@ -65,7 +65,9 @@ class PromptKV:
         return all(layer.slots.keys.shape[2] == self.tokens for layer in self.layers)
 
     def first(self, tokens: int) -> PromptKV:
-        """Return the part of the first tokens; all of them if it is not `whole`. Nothing is copied."""
+        """Return the part of the first ``tokens`` tokens, which must be all of them if it is not `whole`. Nothing is
+        copied.
+        """
         return self if tokens == self.tokens else PromptKV(tuple(layer.first(tokens) for layer in self.layers), tokens)
 
 
@@ -73,7 +75,7 @@ def rows_to_read(policy: Policy) -> int | None:
     """Return how many of a prompt's last tokens must be read for a policy to choose among all of them, although the
     others were read before; ``None`` if it needs to see all of them.
 
-    Policies say it; one is enough for those that keep no state and look at no queries.
+    A policy says it by ``end_rows``. For others 1 is enough, if they keep no state and look at no queries.
     """
     if policy.end_rows is not None:
         return policy.end_rows
@@ -101,19 +103,20 @@ class PromptReading:
         return 0 if self.before is None else self.before.tokens
 
     def note(self, layer: int, found: LayerKV) -> None:
-        """Keep a layer's part."""
+        """Keep one layer's part of the prompt, in place of an earlier one. Layers with slots are counted from 0."""
         self._layers[layer] = found
 
     def read(self) -> None:
-        """Give up the beginning, because the whole prompt lies in the row."""
+        """Give up the beginning that was read before: the prompt has been read, so all of it lies in the row."""
         self.before = None
 
     def give_up(self) -> None:
-        """Keep nothing of the prompt."""
+        """Drop the parts of the prompt that were kept, and keep none any more."""
         self._layers, self.nbytes = {}, 0
 
     def taken(self, tokens: int, layers: int) -> PromptKV | None:
-        """Return the prompt as it was read, and keep it no longer; ``None`` if something of it is missing.
+        """Return the whole prompt as it was read, its known beginning included, and keep neither any longer; ``None``
+        if a layer or the prompt's end is missing.
 
         Args:
             tokens: the length of the prompt.
@@ -147,7 +150,9 @@ class LayerPrompts:
         self.known = 0 if before is None else before.tokens
 
     def beside(self, chunk: Slots) -> Slots:
-        """Return the tokens that were read before, followed by a chunk of new ones."""
+        """Return the tokens that were read before, repeated for each row and on the chunk's device, followed by a chunk
+        of new ones; the chunk itself if none were.
+        """
         if self._before is None:
             return chunk
         rows, pairs = len(chunk.keys), zip(self._before.slots, chunk, strict=True)
@@ -155,7 +160,10 @@ class LayerPrompts:
         return Slots(*(torch.cat(parts, dim=2) for parts in both))
 
     def restore(self, state: State) -> None:
-        """Overwrite the state of the tokens that were read before, which come first, with the one that they had."""
+        """Overwrite the state of the tokens that were read before, which come first, with the one that they had then.
+
+        Do nothing if none were.
+        """
         if self._before is not None:
             for name, held in self._before.state.items():
                 state[name][..., : held.shape[-1]] = held.to(state[name].device)
@@ -184,7 +192,9 @@ class LayerPrompts:
 
 
 def _copied(policy: Policy, slots: Slots, state: State, row: int) -> LayerKV | None:
-    """Return a copy of a row's tokens in their order, in main memory; ``None`` if a head has evicted a token before."""
+    """Return a copy of a row's tokens and their state, in the order of positions and in main memory; ``None`` if the
+    heads do not all hold the same tokens, because one was evicted.
+    """
     of, heads = slice(row, row + 1), slots.keys.shape[1]
     held = slots.positions[row].expand(heads, -1)
     order = held.masked_fill(held < 0, _LAST).argsort(dim=-1, stable=True)[None]

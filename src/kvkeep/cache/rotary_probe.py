@@ -58,7 +58,8 @@ def position_mode(config: PreTrainedConfig, asked: str | None, *, own: str) -> L
     Args:
         config: the model's configuration.
         asked: the mode that the user asked for, if any. If the model cannot have it, that is an error.
-        own: the policy's mode, used if the user asked for none. If the model cannot have it, positions are true.
+        own: the policy's mode, used if the user asked for none. If the model cannot have slot positions, or is of none
+            of the types that get them unasked (`_SLOT_BY_DEFAULT`), positions are true.
 
     Raises:
         InputError: ``asked`` is not a mode.
@@ -80,8 +81,8 @@ def position_mode(config: PreTrainedConfig, asked: str | None, *, own: str) -> L
 
 
 def slot_rotations(config: PreTrainedConfig) -> Rotations:
-    """Return the rotation of each layer, for moving keys to their ranks in the cache; refuse a model where this is
-    impossible.
+    """Return the rotation of each layer by its number, for moving keys to their ranks in the cache; ``None`` for a
+    layer that does not rotate. Refuse a model where this is impossible.
 
     Raises:
         UnsupportedModelError: the model rotates no keys, or rotates them by the length of the text or in a way that
@@ -103,8 +104,8 @@ def slot_rotations(config: PreTrainedConfig) -> Rotations:
 
 
 def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, foresees: bool) -> Rotations:
-    """Return the rotation of each layer, for a policy that undoes rotations or turns queries; refuse a model where
-    this is impossible.
+    """Return the rotation of each layer by its number, for a policy that undoes rotations or turns queries; ``None``
+    for a layer that does not rotate. Refuse a model where this is impossible.
 
     Args:
         config: the model's configuration.
@@ -113,7 +114,8 @@ def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, fore
         foresees: whether it reckons with angles of tokens that are still to come.
 
     Raises:
-        UnsupportedModelError: kvkeep cannot undo the model's rotation; or there is none, and the policy ``turns``.
+        UnsupportedModelError: kvkeep cannot undo the model's rotation; there is none, and the policy ``turns``; or it
+            changes with the length of the text, and the policy ``foresees``.
     """
     kind = config.get_text_config(decoder=True).model_type
     try:
@@ -144,14 +146,15 @@ _lock = threading.Lock()
 
 
 def _rotations_of(config: PreTrainedConfig) -> Rotations:
-    """Return the rotation of each layer, found by a trial and cached by configuration.
+    """Return the rotation of each layer by its number, found by a trial and cached by configuration; an empty mapping
+    for a configuration without rotary settings.
 
     Raises:
         _CannotUndoError: it is not known how the model rotates keys, or kvkeep cannot undo it.
     """
     text = config.get_text_config(decoder=True)
     settings = text.to_dict()
-    if not any("rope" in name or "rotary" in name for name in settings):
+    if not any("rope" in name or "rotary" in name for name in settings):  # a model without rotary positions
         return {}
     key = f"{type(text).__module__}.{type(text).__qualname__} {json.dumps(settings, sort_keys=True, default=str)}"
     with _lock:
@@ -200,14 +203,18 @@ def _tried(text: PreTrainedConfig) -> Rotations:
 
 
 def _shown_by(trial: _Trial, longest: int | None, *, beyond: int = 0) -> dict[int, Rotation | None]:
-    """Measure the rotation of each layer, for texts of at most ``longest`` tokens, or of more than ``beyond``."""
+    """Measure the rotation of each layer, by its number, as it is in texts of at most ``longest`` tokens (``None``: of
+    any length), or with ``beyond`` in texts of more than so many.
+    """
     places = trial.places(longest, beyond)
     shown, factors = trial.read(places), trial.factors(beyond)
     return {number: _rotation_of(shown[number], places, factors.get(number, 1.0)) for number in sorted(shown)}
 
 
 def _types(config: PreTrainedConfig) -> str:
-    """Return the names of the rotary embeddings in a configuration, joined by commas."""
+    """Return the types of the rotary embeddings that a configuration names, sorted and joined by commas, such as
+    ``default, yarn``; empty if it names none.
+    """
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     each = _each_of(parameters) if isinstance(parameters, dict) else ()
     return ", ".join(sorted({str(settings.get("rope_type", "default")) for settings in each}))
@@ -266,8 +273,8 @@ _reading: ContextVar[dict[int, tuple[Tensor, ...]] | None] = ContextVar("reading
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: object
 ) -> tuple[Tensor, None]:
-    """Record the query, key and value that attention gets. Return the value, which is the output for a text of one
-    token.
+    """Record the query, key and value that attention gets, while a `_Trial` reads. Return the value for each query
+    head, which is the output for a text of one token, and no probabilities.
 
     Raises:
         _CannotUndoError: a layer has no number, or gives attention more than one token, or more than once.
@@ -309,7 +316,14 @@ class _Trial:
         self.reach = int(getattr(config, "max_position_embeddings", None) or 2048)
 
     def places(self, longest: int | None, beyond: int) -> list[int]:
-        """Return the positions to try: 0, powers of two, and a few others, as far as the model can go."""
+        """Return the positions to try: 0, powers of two, and a few others, as far as the model can go.
+
+        The model reads tokens there to find out how far that is.
+
+        Args:
+            longest: all positions lie below it; ``None``: no such limit.
+            beyond: the last one, which makes the model take the text for one of more than so many tokens; 0: none.
+        """
         # as far as positions go at all, or else as far as the model's own table does
         limits = [2**31, self.reach] if longest is None else [longest]
         for limit in limits:
@@ -323,7 +337,9 @@ class _Trial:
         raise failure
 
     def read(self, places: list[int]) -> dict[int, _Shown]:
-        """Run the copy on single tokens at these positions, and return what the attention of each layer was given."""
+        """Run the copy on the same few single tokens at each of these positions, and return what the attention of each
+        layer was given, by the layer's number.
+        """
         ids = torch.arange(1, _TOKENS + 1).repeat(len(places))[:, None]
         positions = torch.tensor(places).repeat_interleave(_TOKENS)[:, None]
         seen: dict[int, tuple[Tensor, ...]] = {}
@@ -338,9 +354,12 @@ class _Trial:
         }
 
     def factors(self, beyond: int) -> dict[int, float]:
-        """Measure the factor by which each layer scales rotated vectors (YaRN, longrope).
+        """Measure the factor by which each layer, by its number, scales rotated vectors (YaRN, longrope); 1.0 for none.
 
         It shows in all positions alike. So the copy reads a second time without it.
+
+        Args:
+            beyond: measure in texts of more than so many tokens; 0: in short ones.
         """
         parts = [module for module in self.model.modules() if hasattr(module, "rope_type")]
         given = {value for part in parts for name, value in vars(part).items() if name.endswith("attention_scaling")}
@@ -349,6 +368,7 @@ class _Trial:
         after = self.read([0, beyond])
         for hook in hooks:
             hook.remove()
+        # at position 0 nothing is turned, so the factor is all that differs
         ratios = {number: _ratio(before[number].keys[:1], after[number].keys[:1]) for number in before}
         # the model's own number has all digits
         known = [1.0, *(value for value in given if isinstance(value, float))]
@@ -359,7 +379,9 @@ class _Trial:
 
 
 def _without_factor(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Normalise the cosines and sines of a rotary embedding to length 1; a forward hook."""
+    """Return a rotary embedding's cosines and sines, or its complex numbers, scaled to length 1; any other tensor as it
+    is. A forward hook.
+    """
     if isinstance(output, Tensor):
         return output / output.abs() if output.is_complex() else output
     cos, sin = output
@@ -405,7 +427,9 @@ def _small(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings whose sizes are limited to those of `_FEW`, settings of single layers included."""
+    """Return a copy of a configuration's settings in which no size is above its limit in `_FEW`; settings of single
+    layers included.
+    """
     found: dict[str, Any] = {}
     for name, value in settings.items():
         most = next((number for number, pattern in _FEW if re.fullmatch(pattern, str(name))), None)

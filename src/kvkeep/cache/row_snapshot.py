@@ -71,7 +71,17 @@ class CacheSettings:
 
     @classmethod
     def of(cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None) -> CacheSettings:
-        """Return the settings of a cache, with numbers as Python's own types."""
+        """Gather the arguments of a cache as its snapshots need them, with numbers of any library as Python's own.
+
+        Args:
+            config: the model's configuration.
+            budget: the cache's budget, one number or one per row.
+            layout: has the policy and the rules.
+            chunk: the cache's ``prefill_chunk``.
+
+        Raises:
+            BudgetError: the budget is out of range, or no whole numbers.
+        """
         return cls(
             config=config,
             policy=layout.policy,
@@ -85,7 +95,7 @@ class CacheSettings:
         )
 
     def budget_of(self, layer: Layer, row: int) -> int:
-        """Return the budget with which a row was made, even if rows were selected since.
+        """Return the budget, tokens per layer and head, that the user gave a row, even if rows were selected since.
 
         Args:
             layer: the cache's first layer.
@@ -131,11 +141,16 @@ class RowSnapshots:
         self._adapters: str | None = None  # when the cache was fed; none before
 
     def take(self, layers: Sequence[Layer], states: Mapping[int, object], row: int, tokens: Any) -> Snapshot:
-        """Return a copy of the memory of one row, see `BoundedCache.snapshot`.
+        """Return a snapshot of one row: a copy of its memory in all layers, with settings and token ids.
+
+        Args:
+            layers: the layers with slots.
+            states: the layers with a state, by their number in the model.
+            row: the row's index.
+            tokens: ids of the tokens that the row has seen; ``None``: the recorded ones, if all are.
 
         Raises:
-            SnapshotError: nothing is cached yet.
-            BrokenCacheError: a step failed in some layer.
+            KVKeepError: see `BoundedCache.snapshot`.
         """
         check_has_layers(layers)
         check_whole(layers)
@@ -156,7 +171,8 @@ class RowSnapshots:
         """Overwrite rows of a cache with snapshots, and the recorded token ids with theirs. If one does not fit,
         nothing changes.
 
-        Without a model that has fed the cache, the next one must have the weights of the snapshots.
+        Without a model that has fed the cache, the next one must have the weights of the snapshots. All layers count as
+        intact then.
 
         Args:
             layers: the layers with slots.
@@ -165,7 +181,7 @@ class RowSnapshots:
             rows: number of rows of the cache.
 
         Raises:
-            SnapshotError: the snapshots do not fit the layers.
+            SnapshotError: the snapshots do not fit the layers; or other rows stay, and adapters were switched since.
         """
         self.check_adapters(fresh=len(snapshots) == rows)
         heads = layers[0].heads
@@ -181,6 +197,7 @@ class RowSnapshots:
         except ShapeError as error:
             raise SnapshotError(f"The snapshot cannot be used here. {error}") from error
         seen = blocks[0].seen.tolist()
+        # as if the rows had been fed together, with padding in front of the shorter ones
         columns = max(snapshots[row].seen if row in snapshots else seen[row] for row in range(rows))
         for layer, block in zip(layers, blocks, strict=True):
             layer.hold(block, columns=columns)
@@ -214,7 +231,9 @@ class RowSnapshots:
         self.weights, self.awaited = weights, None
 
     def check_adapters(self, *, fresh: bool = False) -> None:
-        """Refuse to go on with a memory if the model's adapters were switched since.
+        """Refuse to go on with a memory if the model's adapters were switched since; otherwise note how they are now.
+
+        Do nothing before an attached model has fed the cache.
 
         Args:
             fresh: whether nothing in the cache is older than this call.
@@ -251,8 +270,8 @@ class RowSnapshots:
         )
 
     def _ids_after(self, layer: Layer, snapshots: Mapping[int, Snapshot], rows: int) -> list[Tensor] | None:
-        """Return the token ids of all rows as they will be once these snapshots are in place; ``None`` if some are
-        unknown.
+        """Return the token ids of all rows, without padding, as they will be once these snapshots are in place;
+        ``None`` if those of any row are unknown.
         """
         seen = layer.seen.tolist() if layer.allocated else [0] * rows
         ids = [
@@ -263,7 +282,9 @@ class RowSnapshots:
         return known if len(known) == rows else None
 
     def _recorded_ids(self, layer: Layer, row: int, seen: int) -> Tensor | None:
-        """Return the ids of the tokens that a row has seen; ``None`` if not all were recorded."""
+        """Return the ids of the ``seen`` tokens that a row has seen, without padding, on the CPU; ``None`` if not all
+        were recorded.
+        """
         if not seen:
             return torch.empty(0, dtype=torch.int32)
         columns, history = layer.columns, self._history
@@ -274,10 +295,11 @@ class RowSnapshots:
 
 
 def check_whole(layers: Iterable[Layer]) -> None:
-    """Refuse layers of which one has a step that failed half way, or which have not all seen the same tokens.
+    """Refuse layers of which one has a step that failed half way, or which have not all made the same steps.
 
     Raises:
-        BrokenCacheError: a step has not ended in some layer, or the layers have seen different tokens.
+        BrokenCacheError: a step has not ended in some layer, or the layers have seen different numbers of columns or
+            had their rows selected different numbers of times.
     """
     layers = list(layers)
     if any(layer.broken for layer in layers):
@@ -338,7 +360,7 @@ def ids_of_row(tokens: Any) -> Tensor:
 
 
 def identities(sequences: Sequence[int]) -> list[int]:
-    """Return the identity of each row as a Python integer, after checking its range.
+    """Return the identities of rows, from which their random numbers come, as Python integers of 64 bits.
 
     Raises:
         InputError: ``sequences`` are no whole numbers of 64 bits.
@@ -364,11 +386,11 @@ def new_block(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Block:
-    """Allocate an empty block for a layer, with at least as many slots as the copies' own blocks had.
+    """Allocate an empty block for a layer, with the slots that the layer's budgets need. It is not yet the layer's own.
 
     Args:
         layer: a layer without a block.
-        copies: what will be put into the block.
+        copies: what will be put into the block; the first one gives the shapes.
         rows: rows of the block.
         device: where the block shall be; by default the first copy's device.
         dtype: the model's, which quantized slots do not show.
@@ -390,9 +412,10 @@ def new_block(
 
 
 def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
-    """Give a block as many slots per head as the copied blocks had, at most what its budget allows.
+    """Give a block as many slots per head as the copied blocks had, at most what its budget allows; never fewer than
+    it has.
 
-    A pool has room for every division of the budget already.
+    Do nothing to a pool, which has room for every division of the budget already.
     """
     if not isinstance(block.store, PooledStore):
         # + 1: a decode step writes its token before it evicts another one

@@ -47,8 +47,8 @@ class Waiting:
     report: Report
 
     def thinned(self, block: Block, stays: Bool[Tensor, "B Hk S"]) -> Waiting:
-        """Drop the tokens that cannot stay from a waiting step, and count their mass as lost. Return the step itself
-        if that would save too little.
+        """Return this waiting step without the tokens that cannot stay, whose mass is counted as lost in ``block``;
+        the step itself, with nothing counted, if more than `WORTH` of its width would be left.
         """
         width = int(stays.sum(dim=-1).max())
         if width > WORTH * stays.shape[-1]:
@@ -93,7 +93,7 @@ class SharedBudget:
 
     @classmethod
     def by_layer(cls, layers: Sequence[int]) -> dict[int, SharedBudget]:
-        """Return one shared budget for several layers, as a mapping from each layer's number."""
+        """Return one shared budget for several layers: a mapping from each layer's number to the same object."""
         return dict.fromkeys(layers, cls(layers))
 
     def clear(self) -> None:
@@ -130,6 +130,14 @@ class SharedBudget:
         begin.
 
         The state of heads is written at once.
+
+        Args:
+            policy: scores the tokens, now.
+            block: the layer's block.
+            view: slots and chunk.
+            state: the policy's state for them.
+            report: what attention has reported; of it, the mass is kept.
+            used: slots among the view's tokens, which come first.
         """
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
@@ -182,13 +190,15 @@ class SharedBudget:
 
 
 def positions_of(view: View) -> View:
-    """Return a view without keys, values and queries, which nobody needs after scoring."""
+    """Return a view with positions and counters alone: without keys, values, queries and output projection, which
+    nobody needs after scoring.
+    """
     keys, values = nothing(view.positions)
     return replace(view, keys=keys, values=values, queries=None, output=None)
 
 
 def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> Int[Tensor, "B heads"]:
-    """Return the budgets of the heads of all layers, from each layer's tokens and scores."""
+    """Return the budgets of the heads of all layers, layer by layer, from each layer's tokens and scores."""
     return divided(policy, *_joined(layers))
 
 

@@ -86,7 +86,7 @@ class TokenHistory:
             self.columns = columns
 
     def table(self) -> tuple[Int[Tensor, "B columns"], Bool[Tensor, "B columns"]]:
-        """Return all ids, and a mask of those that are no padding. There must be some."""
+        """Return all recorded ids, and a mask of those that are no padding. Fail if nothing is recorded."""
         ids, real = zip(*self._pieces, strict=True)
         return torch.cat(ids, dim=1), torch.cat(real, dim=1)
 
@@ -101,8 +101,12 @@ class TokenHistory:
         return len(self._pieces[0][0]) if self._pieces else None
 
     def rest_of(self, rows: Sequence[Tensor], tokenizer: Decodes | None) -> list[Tensor]:
-        """Return the tokens of each row that the cache has not seen; refuse rows that do not begin with those that it
-        has.
+        """Return what follows the recorded tokens in each row of ids; refuse rows that do not begin with these. All of
+        each row if nothing is recorded.
+
+        Args:
+            rows: the ids of each row's whole text, without padding.
+            tokenizer: decodes the text around the first difference, for the error; ``None``: ids are shown alone.
 
         Raises:
             InputError: a row does not begin with the recorded tokens, or has no token beyond them.
@@ -123,7 +127,8 @@ class TokenHistory:
 
 
 def _check_begins(old: Int[Tensor, " n"], new: Int[Tensor, " m"], name: str, tokenizer: Decodes | None) -> None:
-    """Refuse a text that does not begin with the tokens already in the cache, or that adds none.
+    """Refuse a text ``new`` that does not begin with the tokens ``old``, which the cache has seen, or that adds none.
+    ``name`` is what the error calls it.
 
     Raises:
         InputError: the text does not begin with these tokens, or has no token beyond them.
@@ -145,7 +150,7 @@ def _check_begins(old: Int[Tensor, " n"], new: Int[Tensor, " m"], name: str, tok
 
 
 def _shown(ids: Int[Tensor, " n"], at: int, tokenizer: Decodes | None) -> str:
-    """Format a token for an error: its id, and with a tokenizer the text around it."""
+    """Format the token at index ``at`` for an error: its id, and with a tokenizer the text before and after it."""
     number = int(ids[at])
     if tokenizer is None:
         return str(number)
@@ -215,7 +220,7 @@ def device_of(ids: Ids, otherwise: torch.device) -> torch.device:
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Return rows as one tensor with padding in front, and a mask of the real tokens."""
+    """Return rows as one tensor on the CPU with zeros in front of the shorter ones, and a mask of the real tokens."""
     T = max(map(len, rows))
     ids, real = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
     for i, row in enumerate(rows):

@@ -89,7 +89,10 @@ class BurstPolicy(Policy):
         return self._stays(view, held(view))[:, None]
 
     def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """Return how many of the ``n`` tokens of each row stay; the budget, if that is more."""
+        """Return how many of the ``n`` tokens of each head stay, for each row. If they are more than the budget, so
+        many bursts of ``drop`` tokens go that they fit into it, but no protected token and not the last one; otherwise
+        return the budget.
+        """
         _, recent, drop = self.sizes(view.budget)
         limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
         if view.pins is not None:
@@ -110,8 +113,8 @@ class BurstPolicy(Policy):
         return window, between(1, recent, None), drop
 
     def due(self, view: View) -> Int[Tensor, " B"]:
-        """Return how many of the rows seen so far will lie in the window of the next burst, if only generated tokens
-        follow.
+        """Return how many of the newest rows of attention seen so far will lie in the window of the next burst, if only
+        generated tokens follow: 0 if the window begins later.
         """
         n, window = held(view), _flat(self.sizes(view.budget)[0])
         stay = torch.minimum(n, self._stays(view, n))
@@ -119,8 +122,8 @@ class BurstPolicy(Policy):
         return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with this step's rows marked, and with their mass added to the sums of both windows, which
-        restart at their first row.
+        """Return the state with a bit set for each of this step's rows in which a token was insignificant, and with
+        their mass added to the sums of this window and of the next one, which restart at their first row.
         """
         window, due = _flat(self.sizes(view.budget)[0]), self.due(view)
         bits = self._new_bits(view)
@@ -132,7 +135,7 @@ class BurstPolicy(Policy):
         return {**state, **words} | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
 
     def _new_bits(self, view: View) -> dict[str, Int[Tensor, "B 1 1"]]:
-        """Return the bits that stand for this step's rows, for each word that has some."""
+        """Return a mask of the bits that stand for this step's rows, by the name of each word that has some."""
         if view.is_decode:
             found = ring((view.seen - 1).masked_fill(view.new < 1, EMPTY)[:, None], self.words)[:, 0]
         else:
@@ -141,7 +144,7 @@ class BurstPolicy(Policy):
         return {name: word for name, word, is_set in bits if is_set}
 
     def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
-        """Return in how many rows of the window each token was insignificant."""
+        """Return in how many of the last ``window`` rows each token was insignificant, from the bits in the state."""
         window = column(self.sizes(view.budget)[0], view.seen)
         bits = ring_span(view.seen - window, view.seen, self.words)[:, :, None, None].unbind(dim=1)
         counts = [ones(state[name].int() & mine) for name, mine in zip(word_names(self.words), bits, strict=True)]
@@ -164,7 +167,10 @@ def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
 def _of_one_row(
     report: Report, bits: dict[str, Int[Tensor, "B 1 1"]], due: Int[Tensor, " B"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """Return the report on a generated token's row in the form of a report on a whole window."""
+    """Return the report on a generated token's row in the form of a report on a prompt's window, as a mapping:
+    ``mass``; ``due``, which is 0 in rows whose next window has not begun; and under each word's name the new bit of the
+    tokens that are low.
+    """
     masses = {"mass": report.mass, "due": report.mass * (due > 0)[:, None, None]}
     return masses | {name: report.low * bit for name, bit in bits.items()}
 

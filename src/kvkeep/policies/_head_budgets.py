@@ -27,7 +27,9 @@ PROFILE = "profile"
 
 
 def under(policy: Policy, rule: str | None) -> Policy:
-    """Return the policy with a rule by which its heads divide their budget; the policy itself for ``None``.
+    """Return a copy of the policy with a rule by which its heads divide their budget; the policy itself for ``None``.
+
+    ``uniform`` and ``profile:FILE`` divide nothing by scores, so under them ``spreads`` is ``None``.
 
     Args:
         policy: the policy.
@@ -49,8 +51,8 @@ def under(policy: Policy, rule: str | None) -> Policy:
 
 
 def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Policy:
-    """Return the policy with the heads that a profile limits to their first and newest tokens. Without a profile no
-    head is limited.
+    """Return a copy of the policy that knows which heads a profile limits to their first and newest tokens; the policy
+    itself if it knows already. Without a profile no head is limited.
 
     Args:
         policy: the policy.
@@ -70,7 +72,8 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
 
 
 def parsed(rule: str) -> tuple[str, float]:
-    """Split a rule such as ``ada:0.2`` into its name and its number, 0 if it has none.
+    """Split a rule such as ``ada:0.2`` into its name and its number: by default that of `RULES`, and 0 for ``uniform``
+    and ``profile:FILE``, whose file is left out.
 
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
@@ -188,7 +191,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
     # where no head has more tokens than its equal share, all of them stay anyway
     crowded = (tokens >= 0).sum(dim=-1).amax(dim=1, keepdim=True) > base
-    budgets = torch.where(crowded, share, base) + mean - base
+    budgets = torch.where(crowded, share, base) + mean - base  # each head keeps what was not divided: mean - base
     return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
 
 
@@ -196,7 +199,7 @@ def _older(
     policy: Policy, view: View, mean: Int[Tensor, "B 1"]
 ) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
     """Return how many slots per head, on average, are to be divided, and the positions of the tokens that compete for
-    them.
+    them, neither first nor recent ones, in the heads of all processes; -1 in all other slots.
     """
     sinks, recent = policy.protected(mean)
     fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
@@ -208,7 +211,9 @@ def _older(
 def _among_the_best(
     view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads slots"], n: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B heads"]:
-    """Return how many of the ``n`` best tokens of all heads each head has."""
+    """Return how many of a row's ``n`` best tokens, taken over all heads together, belong to each head. Only ``tokens``
+    compete: positions, -1 where there is none.
+    """
     found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)
     best = ranking.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
     return best.view(tokens.shape).sum(dim=-1)
@@ -217,8 +222,8 @@ def _among_the_best(
 def _ceilings(
     alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"], heads: int
 ) -> Int[Tensor, "B Hk"]:
-    """Return upper limits of the budgets that `_heads` will give to these heads, before the scores of the others are
-    known.
+    """Return upper limits of the budgets that `_heads` will give to these heads, before the scores of the others of all
+    ``heads`` are known.
 
     Tokens of other heads can only take places among the best. So a head gets at most the share that it would get now,
     and two slots more by rounding. All tokens that are counted among the best now are within the limit, too, because
@@ -233,8 +238,8 @@ def _ceilings(
 
 
 def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:
-    """Return the largest budget that one head can get: its own, all that the other heads have to divide, and two more
-    by rounding.
+    """Return the largest budget that one of ``heads`` can get where each has ``budget`` on average: its own, all that
+    the other heads have to divide, and two more by rounding.
     """
     base = max(0, budget - sum(map(int, policy.protected(budget))) - (policy.grows.room if policy.grows else 0))
     return budget + math.ceil(base * (heads - 1) * (1.0 - alpha)) + 2

@@ -70,7 +70,7 @@ def keeps_share(policy: Policy) -> bool:
 
 
 def share_of(policy: Policy, budget: Budget) -> Budget:
-    """Return how many slots a prompt may keep under a policy that `keeps_share`; at least 1."""
+    """Return how many slots of a budget prompts keep under a policy that `keeps_share`, rounded down, at least 1."""
     assert policy.keep_prompt is not None
     if isinstance(budget, int):
         return max(1, int(policy.keep_prompt * budget + 1e-9))  # a product such as 0.29 * 100 lies just below 29
@@ -81,7 +81,9 @@ def share_of(policy: Policy, budget: Budget) -> Budget:
 
 
 def check_budget(policy: Policy, budget: int) -> None:
-    """Refuse a budget that is too small for the policy, or of which a prompt's share leaves it no room.
+    """Refuse a budget that is too small for the policy; under one that `keeps_share`, also one of which a prompt's
+    share is too small for the policy, or leaves no room beside it for the tokens that the policy protects and a new
+    one.
 
     Raises:
         BudgetError: the budget or the share is too small, or the share too large.
@@ -104,7 +106,8 @@ def check_budget(policy: Policy, budget: int) -> None:
 
 
 def check_read(policy: Policy, budget: int, pins: Spans, *, window: int | None = None) -> None:
-    """Refuse tokens that are to stay whole, and leave no room in the budget; see `keeps_whole`.
+    """Refuse tokens that are all to stay, because the policy `keeps_whole`, and leave no room in the budget for a new
+    one and those that the policy protects. For other policies do nothing.
 
     Args:
         policy: the eviction policy.
@@ -148,7 +151,9 @@ def reading(policy: Policy, view: View, *, window: int | None) -> View:
 
 
 def with_prompt(pins: Int[Tensor, "B bounds"] | None, prompt: Int[Tensor, " B"]) -> Int[Tensor, "B more"]:
-    """Return the bounds of pinned spans and of all positions before ``prompt``, see `kvkeep.kv.ranking.pinned`."""
+    """Return the bounds of spans that cover the pinned positions and all before ``prompt``, of each row, in order and
+    as `kvkeep.kv.ranking.pinned` reads them.
+    """
     end = prompt[:, None].to(torch.int32)
     if pins is None:
         return torch.cat([torch.zeros_like(end), end], dim=1)

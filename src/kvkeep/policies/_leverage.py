@@ -59,7 +59,9 @@ class Leverages(Policy):
         }
 
     def _added(self, view: View) -> tuple[Float[Tensor, "B Hk"], Float[Tensor, "B Hk D"], Float[Tensor, "B Hk D D"]]:
-        """Return the number, the mean and the scatter of the step's new keys, without those that are not finite."""
+        """Return the number, the mean and the scatter of the step's new keys, without those of sinks and those that are
+        not finite.
+        """
         keys, counts = self._keys(view), self._counts(view)
         # nearly always the new keys are the last slots of every head: a slice of finite keys needs no mask
         if keys.is_cpu:  # elsewhere the question would take a wait
@@ -85,7 +87,9 @@ class Leverages(Policy):
         return slide(view, self.protected(view.budget)[1])
 
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the leverage of each key: 0 for the mean key, about 1 for a key in a direction of its own."""
+        """Return the leverage of each key among the keys that the state has added up: 0 for the mean key, about 1 for a
+        key in a direction of its own.
+        """
         apart = self._keys(view) - state["mean"][:, :, None]
         lengths: Tensor = torch.linalg.vector_norm(apart @ _whitening(state["scatter"], self.ridge), dim=-1)
         return lengths.square_()
@@ -100,8 +104,8 @@ class Leverages(Policy):
 
 
 def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor, "B Hk D D"]:
-    """Return a matrix that turns the scatter, with the ridge added, into the identity, although the scatter may be
-    singular.
+    """Return a matrix W for which ``Wᵀ (scatter + ridge) W`` is the identity, although the scatter may be singular:
+    ``x @ W`` has the length of ``x`` by this scatter.
     """
     # in float32 the factorisation fails for scatters that are nearly singular
     wide = scatter.double()

@@ -72,7 +72,9 @@ class Pattern(Policy):
         return self._members(view, state).float()
 
     def _stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Return how many tokens belong to the pattern, to the heavy hitters or to the pins."""
+        """Return how many tokens may stay: those of the pattern, heavy hitters and pinned ones, at most the budget; the
+        whole budget in rows that have not outgrown it.
+        """
         members = self._members(view, state)
         if view.pins is not None:
             members = members | ranking.pinned(view.positions, view.pins)

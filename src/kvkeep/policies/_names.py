@@ -29,7 +29,9 @@ def check_name(text: str) -> None:
 
 
 def unknown(name: str, known: Iterable[str]) -> PolicyError:
-    """Return the error for the name of a policy that is not among the known ones."""
+    """Return the error for the name of a policy that is not among the known ones: it explains ``module:Class`` if the
+    name looks like a path or a module, and otherwise names the closest known one.
+    """
     if re.search(r"[/\\]|\w\.\w", name):  # a path, or a module without a class
         return PolicyError(
             f"Unknown policy {name!r}. A policy of your own is MODULE:CLASS, with dots between folders and "
@@ -39,7 +41,9 @@ def unknown(name: str, known: Iterable[str]) -> PolicyError:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return a hint for a wrong name: the closest known one, and the list of all if it is short."""
+    """Return a hint for a wrong name, to end a message with: the closest known one, if there is one, and the list of
+    all if it is short or none is close.
+    """
     names = list(known)
     by_lower_case = {name.lower(): name for name in names}
     close = closest(wrong.lower(), by_lower_case)

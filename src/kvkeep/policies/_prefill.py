@@ -24,8 +24,8 @@ SLIDING = MassSums(steady={}, slides=True)
 
 
 def sums_of(score: str) -> Callable[[Any], MassSums | None]:
-    """Return a function of a policy that returns its rule for generated tokens, which its option ``decode`` chooses;
-    ``None`` where they are kept until the budget is full.
+    """Return the getter of a policy's property ``sums``: from the policy's option ``decode`` it returns the rule for
+    generated tokens, or ``None`` under ``grow``, where they are kept until the budget is full.
 
     Args:
         score: name of the state that is the score where generated tokens compete.
@@ -57,7 +57,7 @@ class PrefillOnly(Policy):
 
     @property
     def fading(self) -> float:
-        """Return the factor by which each row of a prompt counts less than the row after it."""
+        """Return the factor by which each row of a prompt counts less than the row after it: 1, so all count alike."""
         return 1.0
 
     @cached_property
@@ -66,8 +66,8 @@ class PrefillOnly(Policy):
         return Growth(self.room) if self.decode == "grow" else None
 
     def check(self, budget: int) -> None:
-        """Refuse a budget without space for protected tokens, room and a choice; and ``room`` without
-        ``decode=grow``.
+        """Refuse a budget below the number of protected tokens; with ``room``, also one that has no slot beside them
+        and the room; and ``room`` without ``decode=grow``.
 
         Raises:
             BudgetError: the budget is too small.
@@ -112,9 +112,7 @@ class PrefillOnly(Policy):
         return state["score"]
 
     def _later(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the score in decode: the rating, or under ``decode=local`` an order that keeps the chosen tokens and
-        drops the oldest others.
-        """
+        """Return the score in decode: the rating, or under ``decode=local`` the order of `slide`."""
         if self.decode != "local":
             return state["score"]
         return slide(view, self.protected(view.budget)[1])
@@ -143,16 +141,16 @@ class ObservationWindow(PrefillOnly):
 
     @property
     def end_rows(self) -> int:  # type: ignore[override]  # depends on an option
-        """Return the option `window`."""
+        """Return how many of a prompt's last rows rate its tokens: the option ``window``."""
         return self.window
 
     @property
     def fading(self) -> float:
-        """Return the option `decay`."""
+        """Return the factor by which each row of a prompt counts less than the row after it, the option ``decay``."""
         return self.decay
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the mass of the tokens before the window, pooled over neighbouring positions.
+        """Return the mass of the tokens before the window, pooled over neighbouring positions, and 0 for the others.
 
         Where fewer tokens than the window are protected, its other tokens are rated, too.
         """
@@ -162,7 +160,8 @@ class ObservationWindow(PrefillOnly):
 
 
 def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
-    """Return a score under which the tokens chosen at the end of the prompt stay, and generated ones go oldest first.
+    """Return a score under which the tokens chosen at the end of the prompt stay, and the others, mostly generated
+    ones, go oldest first.
 
     Args:
         view: the slots.
@@ -226,7 +225,7 @@ class WorstCase(PrefillOnly):
 
     @property
     def end_rows(self) -> int:  # type: ignore[override]  # depends on an option
-        """Return the option `window`."""
+        """Return how many of a prompt's last rows rate its tokens: the option ``window``."""
         return self.window
 
     def wants(self, view: View) -> Statistic:
@@ -253,8 +252,10 @@ class WorstCase(PrefillOnly):
         return {"score": torch.where(reads, rating, state["score"]), "size": size}
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the mean attention of the tokens that are chosen by it, the first stage of the choice, and 0 for the
-        others.
+        """Return the mean attention of the tokens that the first stage of the choice takes, and 0 for the others.
+
+        It takes the tokens before the window that have most of it, as long as these and the window together have less
+        than the share ``first`` of all attention, and at most as many as have slots beside the window and ``room``.
         """
         number = view.new.clamp(min=1, max=self.window)[:, None, None]  # rows that were counted
         mean, older = mass / number, self._older(view)
@@ -269,7 +270,11 @@ class WorstCase(PrefillOnly):
         return mean.masked_fill(~chosen, 0.0)
 
     def _sizes(self, state: State, view: View) -> Float[Tensor, "B Hk S"]:
-        """Return each token's share in the sum of sizes over all heads, measured when the token came."""
+        """Return each token's share in the sum, over all heads, of the sizes of what it adds to the output.
+
+        The shares of this step's tokens are measured, those of earlier ones taken from the state; a generated token was
+        never measured, and has the share of a mean head.
+        """
         first = (view.seen - view.new)[:, None, None]
         found = sizes(view, view.values.masked_fill((view.positions < 0)[..., None], 0.0))
         everything = view.heads.all_slots(found, 0.0)

@@ -45,7 +45,8 @@ def pairs(x: Float[Tensor, "*H D"], half: int) -> Float[Tensor, "*H D"]:
 
 
 def read(path: str, layer: int) -> Means:
-    """Read the query means of one layer from a calibration file, one line for each query head.
+    """Return the query means of one layer from a calibration file as it was when it was last checked: tensors with a
+    row for each of the layer's query heads, in order.
 
     Raises:
         PolicyError: the file cannot be read, or lacks heads of the layer.
@@ -69,7 +70,8 @@ _checked: dict[str, _Status] = {}
 
 
 def check_file(path: str) -> None:
-    """Refuse a path that is no calibration of TriAttention's. A file that has changed is read again.
+    """Refuse a path that is no calibration of TriAttention's. A file that is new or has changed is read now, and serves
+    all steps from now on.
 
     Raises:
         PolicyError: there is no such file, or it is no calibration.
@@ -99,7 +101,11 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
 
 @functools.lru_cache(maxsize=4)  # each layer asks, in each step
 def _heads_in(path: str, status: _Status) -> dict[tuple[int, int], Means]:
-    """Read a calibration file; see `heads_of`."""
+    """Read all query means from a calibration file, by layer and query head; again only if its status is another one.
+
+    Raises:
+        PolicyError: the file cannot be read, or is no calibration of TriAttention's.
+    """
     del status  # it is only the key under which the cache knows the content
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -119,7 +125,11 @@ def _heads_in(path: str, status: _Status) -> dict[tuple[int, int], Means]:
 
 
 def _head_of(name: str) -> tuple[int, int]:
-    """Return the layer and the query head that a name such as ``layer00_head01`` stands for."""
+    """Return the numbers of the layer and the query head that a name such as ``layer00_head01`` stands for.
+
+    Raises:
+        ValueError: the name has another form.
+    """
     layer, head = name.removeprefix("layer").split("_head")
     return int(layer), int(head)
 
@@ -202,7 +212,8 @@ class MeanQueries(Rounds):
         }
 
     def means(self, view: View, state: State) -> Means:
-        """Return the query means of this process's heads, from the calibration file or from the prompts so far.
+        """Return the query means of each KV head of this process: from the calibration file, as the mean over the
+        head's group of query heads, or from the prompts so far.
 
         Raises:
             PolicyError: the file belongs to another model.
@@ -239,8 +250,8 @@ def half_of(view: View) -> int:
 
 
 def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B Hk G D"], Float[Tensor, "B Hk G D D"]]:
-    """Return the mean and the covariance of the queries of each query head, those of padding and of the first ``sinks``
-    tokens left out.
+    """Return the mean and the covariance of the queries of each query head, in groups of each of ``heads`` KV heads;
+    those of padding and of the first ``sinks`` tokens are left out.
     """
     vectors = queries.vectors.float().unflatten(1, (heads, -1))
     counts = (queries.positions >= sinks)[:, None, None, :, None]

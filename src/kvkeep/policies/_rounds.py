@@ -29,7 +29,9 @@ class Buffered(Protocol):
 
 
 def left(policy: Buffered, view: View) -> Int[Tensor, "#B #Hk"]:
-    """Return how many tokens a burst leaves: the budget less the buffer, but no fewer than the policy protects."""
+    """Return how many tokens a burst leaves in a head: the budget less the buffer (at most half of the budget), but no
+    fewer than the policy protects, and at least 1.
+    """
     sinks, recent = policy.protected(view.budget)
     budget, gone, shielded = (
         number if isinstance(number, Tensor) else view.seen.new_full((1, 1), number)  # made on the device, not copied

@@ -42,18 +42,22 @@ class AhaKV(Policy):
 
     @property
     def end_rows(self) -> int | None:  # type: ignore[override]  # depends on an option
-        """Return the option `recent`; ``None`` if all rows count."""
+        """Return how many of a prompt's last rows rate its tokens: ``recent``, at least 1; ``None`` if all rows do."""
         return max(1, self.recent) if self.recent_accumulation else None
 
     def wants(self, view: View) -> Statistic:
-        """Return the statistic needed: the mass of a prompt's recent rows or a generated token's row, with a gain."""
+        """Return the statistic needed: the mass of a prompt's recent rows or a generated token's row, under a softmax
+        that is sharpened by how many times the budget the prompt is long, if ``sg_softmax``.
+        """
         ratio = (view.prompt / average(view)[:, 0]).clamp(min=1.0).float()
         gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
         # 1: without recent tokens, the last row
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state: a prompt's mass, summed and weighted by values; or a generated token's mass added."""
+        """Return the state: a prompt's mass as it is (``raw``) and weighted by the sizes of values (``mass``); a
+        generated token's mass is added to both.
+        """
         prompts = view.reads[:, None, None]
         # each piece of a prompt is judged by its own last rows alone
         raw = report.mass + state["raw"].masked_fill(prompts & self.recent_accumulation, 0.0)

@@ -91,8 +91,8 @@ class NearHeads:
     slots: int
 
     def score(self, view: View, own: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the policy's score. In the limited heads, return an order in which the first ``sinks`` tokens and
-        the newest stay.
+        """Return the policy's score, which is ``own``. In the heads of this profile that have the budget ``slots``,
+        return an order in which the first ``sinks`` tokens and the newest stay.
         """
         if not any(self.heads[view.layer]):
             return own
@@ -224,7 +224,9 @@ class Abilities:
 
     @property
     def needs_rotary(self) -> bool:
-        """Return whether the policy is useless for a model whose keys are not rotated to their positions."""
+        """Return whether the policy is useless for a model whose keys are not rotated to their positions: by default if
+        it `rereads`.
+        """
         return self.rereads
 
     @property
@@ -234,7 +236,10 @@ class Abilities:
 
     @property
     def shares_heads(self) -> bool:
-        """Return whether the KV heads of a layer decide together and keep the same tokens."""
+        """Return whether the KV heads of a layer decide together and keep the same tokens.
+
+        By default they do if the policy `cascades`.
+        """
         return self.cascades
 
 
@@ -356,8 +361,8 @@ class Policy(Abilities, abc.ABC):
 
     @property
     def named(self) -> str:
-        """Return the policy's options as people read them: the preset with these options, with ``keep_prompt`` behind
-        it, or else those that differ from their defaults.
+        """Return the policy's options as people read them: the preset that stands for them, ``late,keep_prompt=0.5``,
+        or else those that differ from their defaults, ``recent=32,sinks=4``.
         """
         kept = [] if self.keep_prompt is None else [f"keep_prompt={_show(self.keep_prompt)}"]
         # sets: a preset may have its options in another order than the fields
@@ -410,7 +415,9 @@ class Policy(Abilities, abc.ABC):
         )
 
     def _needed(self, budget: int, pins: Spans) -> int:
-        """Return how many slots the pinned and protected tokens, and the room that must stay free, need together."""
+        """Return how many slots of a head the pinned tokens, the protected ones beside them, and the room that must
+        stay free need together.
+        """
         sinks, recent = self.protected(budget)
         return count(pins, sinks) + int(recent) + (self.grows.room if self.grows else 0)
 
@@ -462,7 +469,7 @@ def _is_a(value: object, kind: object) -> bool:
 
 
 def kind_name(kind: object) -> str:
-    """Return an option's declared type in words."""
+    """Return an option's declared type in words, such as ``a whole number or none``."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_name(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -46,8 +46,8 @@ class Blend(Leverages):
         return super().observe(state, view, report) | ({} if view.is_decode else {"mass": report.mass})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the leverage of a prompt's tokens, with infinity for those that its end attends to. In decode,
-        return an order by age.
+        """Return the leverage of a prompt's tokens, with infinity for those that its end attends to most: ``share`` of
+        the slots that are not protected. In decode, return an order by age.
         """
         if view.is_decode:
             return self.later(view)

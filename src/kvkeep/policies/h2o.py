@@ -40,12 +40,14 @@ class H2O(HeavyHitters):
         return self.statistic if self.decay == 1.0 else Mass(decay=self.decay, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state: the past mass, reduced by the decay if there is one, plus this step's mass."""
+        """Return the state: the past mass, reduced by the decay once for each new row, plus this step's mass."""
         past = state["mass"] if self.decay == 1.0 else state["mass"] * (self.decay**view.new)[:, None, None]
         return {"mass": past + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the accumulated mass. Under ``replace``, the token that has just left the recent window stays."""
+        """Return the accumulated mass. Under ``replace``, the token that has just left the recent window gets the
+        largest number, so that it stays.
+        """
         if self.graduate == "compete":
             return state["mass"]
         _, recent = self.protected(view.budget)

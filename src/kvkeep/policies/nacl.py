@@ -49,8 +49,8 @@ class NACL(PrefillOnly):
         return mass
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return a score under which the best tokens stay, and the rest of the slots goes to tokens sampled from a
-        softmax of the scores (Gumbel noise).
+        """Return a score under which the tokens with the best ratings stay, and the share ``random`` of the free slots
+        goes to tokens sampled from a softmax of the ratings (Gumbel noise).
         """
         sinks, recent = self.protected(view.budget)
         free = average(view, (self.grows.stays(view) if self.grows else view.budget) - sinks - recent)

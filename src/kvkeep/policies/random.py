@@ -57,7 +57,12 @@ class Random(Policy):
         return None if self.buffer == 1 else ROUNDS
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return a random number, drawn once per token (``reservoir``) or again in every step (``victim``)."""
+        """Return a random number for each slot, drawn once per token (``reservoir``) or again in every step
+        (``victim``).
+
+        It depends on the seed, the row's identity, the layer, the head and the position; under ``victim`` also on how
+        many tokens the row has seen.
+        """
         heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
         keys = [view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions]
         if self.mode == "victim":

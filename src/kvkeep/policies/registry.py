@@ -50,7 +50,7 @@ def available() -> dict[str, type[Policy]]:
 
 
 def _policy_of(module: types.ModuleType) -> type[Policy]:
-    """Return the policy class that a module of `kvkeep.policies` defines."""
+    """Return the one policy class that a module of `kvkeep.policies` defines."""
     # beside it, the module may have imported bases and other policies
     (cls,) = (
         value
@@ -95,7 +95,9 @@ def parse(text: str) -> Policy:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Split a policy's string into its name and the text of its options."""
+    """Split a policy's string into its name, which may be ``module:Class``, and the text of its options, which may be
+    empty. Neither is checked.
+    """
     name, _, tail = text.strip().partition(":")
     # registered names first: snapkv:late, a preset, has the form of module:Class as well
     if name not in available() and (found := REFERENCE.fullmatch(text.strip())):
@@ -199,9 +201,12 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, Any]:
 
 
 def spec(policy: Policy) -> str:
-    """Return the options of a policy as a string that `parse` turns into an equal policy.
+    """Return the name and the options of a policy as a string that `parse` turns into an equal policy.
 
     Options at their defaults are left out. A preset is written out, since files outlive its meaning.
+
+    Raises:
+        PolicyError: the policy's class is not registered.
     """
     name = name_of(policy)
     return f"{name}:{policy.changed}" if policy.changed else name

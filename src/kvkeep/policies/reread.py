@@ -58,18 +58,23 @@ class Reread(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def wants(self, view: View) -> Statistic:
-        """Return the mass of the rows of generated tokens if these compete; nothing otherwise."""
+        """Return the statistic needed: the mass of a generated token's row if these compete; nothing otherwise."""
+        # a row that reads no prompt: the last row of a probe counts as a generated token's row would
         return Mass(rows=1 if view.is_decode else (~view.reads).long()) if self.decode == "score" else Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the larger of a token's score so far and its share in this chunk, plus the mass that was wanted."""
+        """Return the state: the larger of a token's number so far and the largest share that a query of this chunk's
+        second reading gives it; plus a generated token's mass, if these compete.
+        """
         again = state["again"]
         if view.phase is Phase.PREFILL:
             again = torch.where(view.reads[:, None, None], again.maximum(report.sums["again"].to(again.dtype)), again)
         return {"again": again + report.mass if self.decode == "score" else again}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the largest share, or for generated tokens an order that keeps the chosen tokens."""
+        """Return the largest share that any query has given a token, times the mean length of the head's values where
+        heads share the budget. For generated tokens return it plain, or an order that keeps the chosen tokens.
+        """
         if view.is_decode and self.decode == "local":
             return slide(view, self.protected(view.budget)[1])
         if view.is_decode or self.spreads is None:

@@ -30,7 +30,9 @@ class ReSTKV(ObservationWindow):
     projects: ClassVar[bool] = True
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the error that a token's eviction would cause, pooled in the order of positions."""
+        """Return the error in the layer's output that a token's eviction would cause, pooled over neighbouring
+        positions, and 0 for tokens of the window.
+        """
         share = mass / mass.sum(dim=-1, keepdim=True).clamp(min=1e-30)  # shares of no mass are 0, not NaN
         # an empty slot may hold NaN, and NaN times 0 is NaN
         values = view.values.to(mass.dtype).masked_fill((view.positions < 0)[..., None], 0.0)

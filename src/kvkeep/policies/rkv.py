@@ -39,7 +39,10 @@ class RKV(NewestRows):
 }"""
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the newest rows' attention, pooled over the older tokens, minus the similarity of the keys."""
+        """Return ``balance`` times the mean attention of the newest rows, pooled over the older tokens, minus
+        ``1 - balance`` times the redundancy of the keys.
+        """
+        # rows of which the state has the mass: fewer than the window while the text is shorter
         rows = view.seen.clamp(min=1, max=self.window)[:, None, None]
         older = (view.positions >= 0) & ~ranking.protects(
             view.positions, view.seen, recent=self.protected(view.budget)[1]

@@ -41,7 +41,9 @@ class Scissorhands(BurstPolicy):
 }"""
 
     def wants(self, view: View) -> Statistic:
-        """Return the statistic needed: the tokens that each row of the window (or a new row) finds insignificant."""
+        """Return the statistic needed: which tokens each of a prompt's rows in the window, or a generated token's row,
+        finds insignificant.
+        """
         live = self.threshold == "live"
         if view.is_decode:
             return Low(theta=self.theta, live=live)
@@ -49,7 +51,9 @@ class Scissorhands(BurstPolicy):
         return LowRows(window, self.theta, live, words=self.words, last=view.seen - 1, due=self.due(view))
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return a score that is highest for the tokens that the fewest rows of the window found insignificant."""
+        """Return a score that is highest for the tokens that the fewest rows of the window found insignificant; among
+        equal ones for those with the most mass in it, or under ``literal_ties`` for the oldest.
+        """
         second = -view.positions.float() if self.literal_ties else state["mass"]
         # ranks are below the number of slots: they decide among equal counts alone
         return ranking.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

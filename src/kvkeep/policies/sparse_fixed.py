@@ -28,7 +28,11 @@ class SparseFixed(Pattern):
     bibtex: ClassVar[str] = SparseStrided.bibtex
 
     def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots lie in the block of the newest token."""
+        """Return which slots lie in the block of the newest token, where the text is cut into blocks of half of the
+        share.
+
+        For an empty slot the result means nothing.
+        """
         block = (share // 2).clamp(min=1)
         return view.positions // block == (view.seen[:, None, None] - 1) // block
 
@@ -38,6 +42,8 @@ class SparseFixed(Pattern):
         Without ``summary`` so many are taken of each block that, at the prompt's end, they fill half of the share.
         """
         block = (share // 2).clamp(min=1)
+        # share: a row without a prompt has 0, by which nothing can be divided, and a short prompt fits anyway
         n = torch.maximum(view.prompt[:, None, None], share)
+        # half of the share, divided by the number of blocks: n / block
         fitting = (share * block / (2 * n)).round().long().clamp(min=1)
         return view.positions % block >= block - (fitting if self.summary is None else self.summary)

@@ -35,11 +35,13 @@ class SparseStrided(Pattern):
 }"""
 
     def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots hold the newest tokens, half of the share."""
+        """Return which slots hold the newest tokens, as many as half of the share, rounded down, and at least one."""
         return view.positions >= view.seen[:, None, None] - (share // 2).clamp(min=1)
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots hold every ``stride``-th position."""
+        """Return which slots hold every ``stride``-th position; by default the stride with which the prompt has as many
+        of them as half of the share. For an empty slot the result means nothing.
+        """
         stride = -(-2 * view.prompt[:, None, None] // share.clamp(min=1)) if self.stride is None else self.stride
         # 2: a grid of all positions would only be a longer local part
         return (view.positions + 1) % torch.as_tensor(stride).clamp(min=1 if self.stride else 2) == 0

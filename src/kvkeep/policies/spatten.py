@@ -44,12 +44,16 @@ class SpAtten(Policy):
         return 0, self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state: this layer's mass in all heads, added to the sum over all earlier layers and steps."""
+        """Return the state, the same in all heads: this layer's mass, summed over them, added to the sum over all
+        earlier layers and steps.
+        """
         past = state["importance"][:, 0] if view.earlier is None else view.earlier.state["importance"]
         return {"importance": (past + view.heads.all(report.mass).sum(dim=1))[:, None].expand_as(report.mass)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
-        """Return how many tokens the layer before still holds, at most the budget."""
+        """Return how many of each row's tokens may stay: those that the layer before still holds (in the first layer
+        all that it holds itself), at most the budget.
+        """
         return _alive(view).sum(dim=1).minimum(column(view.budget, view.seen))[:, None]
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)

@@ -43,8 +43,8 @@ class TopK(Policy):
         return {"last": report.sums["last"], "mass": state["mass"] + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the mass in the newest row; with ``h2``, its rank, with the best tokens of both shares above all
-        others.
+        """Return the mass in the newest row. With ``h2``, return its rank, lifted above all others for the tokens that
+        are the best by the newest row or by the sum of all rows, each in its share of the budget.
         """
         budget = average(view)
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant

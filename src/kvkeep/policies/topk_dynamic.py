@@ -41,7 +41,9 @@ class TopKDynamic(Policy):
         return Focus(TopKDynamic.top) if self.share < 1.0 else None
 
     def top(self, view: View) -> Top:
-        """Return how many older tokens a generated token attends to."""
+        """Return how many older tokens of each row a generated token attends to, ``share`` of them rounded down, and
+        whether their probabilities are scaled up to 1.
+        """
         older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         return Top((self.share * older.double() + 1e-9).long(), self.renormalise)

@@ -54,7 +54,9 @@ class VaSE(Rounds):
         return Mass() if view.is_decode else Mass(rows=self.recent or 1)  # without recent tokens, the last row
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state: the mass of a prompt's last rows, and then of the rows since the last burst."""
+        """Return the state: the mass of a prompt's last rows, to which generated tokens' rows are added until a burst;
+        after it the sum begins anew. Probes change nothing.
+        """
         if view.phase is Phase.PROBE:
             return state
         if not view.is_decode:
@@ -66,7 +68,9 @@ class VaSE(Rounds):
         return {"mass": report.mass + state["mass"] * goes_on[:, :, None]}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the range of large values, above all else (1000), and for others the noisy logarithm of attention."""
+        """Return 1000 plus the range of its value for a token whose value is large (the share ``large`` of the budget,
+        sinks first), and for all others the logarithm of their pooled attention plus Gumbel noise, which is below that.
+        """
         recent = self.protected(view.budget)[1]
         older = (view.positions >= 0) & ~ranking.protects(view.positions, view.seen, recent=recent, pins=view.pins)
         width = (view.values.amax(dim=-1) - view.values.amin(dim=-1)).float()

@@ -59,7 +59,7 @@ class StateCopy:
 
 
 def take_state(layer: object, row: int, device: torch.device | None = None) -> StateCopy:
-    """Copy one row out of a layer with a state.
+    """Return a copy of one row of a layer with a state.
 
     Args:
         layer: the layer.
@@ -80,10 +80,10 @@ def take_state(layer: object, row: int, device: torch.device | None = None) -> S
 
 def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch.device) -> None:
     """Overwrite one row of a layer with a copied state; tensors that the layer lacks are allocated for ``rows`` rows on
-    ``device``, with zeros in the other rows.
+    ``device``, with zeros in the other rows. The settings, which all rows share, become those of the copy.
 
     Raises:
-        ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
+        ShapeError: see `check_state`. Nothing was changed.
     """
     check_state(layer, copy)
     for place, flag in copy.flags.items():
@@ -104,7 +104,8 @@ def check_state(layer: object, copy: StateCopy) -> None:
     """Refuse a state that does not fit a layer.
 
     Raises:
-        ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
+        ShapeError: the copy has attributes that the layer does not have, its tensors have other shapes or dtypes, or
+            its settings say something else than its tensors.
     """
     known, flags = dict(_entries(layer, _TENSORS)), dict(_entries(layer, _FLAGS))
     if strange := sorted(str(place[0]) for place in (copy.tensors.keys() - known) | (copy.flags.keys() - flags)):
@@ -139,7 +140,7 @@ def _entries(layer: object, names: Iterable[str]) -> Iterator[tuple[Place, Any]]
 
 
 def _assign(layer: object, place: Place, value: Any) -> None:
-    """Set an attribute of a layer, or one entry of an attribute that is a dictionary."""
+    """Set an attribute of a layer, or, if ``place`` has a key, this entry of the dictionary that the attribute is."""
     name, key = place
     if key is None:
         setattr(layer, name, value)
@@ -188,7 +189,8 @@ class Contents:
         """Return the same contents with each tensor replaced. Copies that share tensors still do, see `Pack`.
 
         Args:
-            tensor: returns the replacement of a tensor. It is called in the same order for all contents of a structure.
+            tensor: returns the replacement of a tensor. The calls come in the same order for all contents that have the
+                same layers and names of tensors, and share the same of them.
         """
         packs: dict[int, Pack] = {}
         layers = tuple(_each(layer, tensor, packs) for layer in self.layers)
@@ -207,7 +209,8 @@ class Contents:
         return self.seen if self.states else max(filter(None, found), default=0)  # `filter` for types: none is None
 
     def cut_back(self, tokens: int) -> Contents:
-        """Return the memory of the first tokens alone: keys, values and positions are those that it had then.
+        """Return the memory of the first tokens alone: keys, values and positions are those that it had then. The
+        contents themselves if these are all tokens.
 
         Args:
             tokens: how many; `shortest` or more.
@@ -218,7 +221,7 @@ class Contents:
         return Contents(tuple(layer.cut_back(tokens) for layer in self.layers))
 
     def without(self, dropped: Spans) -> Contents:
-        """Return the memory as it is once the tokens at ``dropped`` positions are evicted from all layers and heads.
+        """Return a memory from which the tokens at ``dropped`` positions were evicted in all layers and heads.
 
         Raises:
             UnsupportedOperationError: a layer has a state that all tokens have gone into.
@@ -228,7 +231,7 @@ class Contents:
         return replace(self, layers=tuple(layer.without(dropped) for layer in self.layers))
 
     def pinned(self, pins: Spans) -> Contents:
-        """Return the same contents with other pins."""
+        """Return the same contents with other pins, which replace those of all layers."""
         return replace(self, layers=tuple(replace(layer, pins=pins) for layer in self.layers))
 
 
@@ -374,7 +377,8 @@ def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> N
 
 
 def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
-    """Refuse copies that together need more slots than the pool that their layers share.
+    """Refuse copies that together need more slots than the pool that their layers share. Other layers are not looked
+    at.
 
     Raises:
         ShapeError: the pool has fewer slots than the copies need.
@@ -382,6 +386,7 @@ def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
     parts, copies = _sharing(blocks, copies)
     if not parts:
         return
+    # - 1: the last entry of a pool belongs to no head
     numbers, room = _budgets(parts, copies), store_of(parts[0]).entries.shape[1] - 1
     if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
         raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
@@ -394,7 +399,7 @@ def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[P
 
 
 def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
-    """Return the budgets of all heads of all layers, layer by layer."""
+    """Return the budgets that the copies have, of all heads of all layers, layer by layer."""
     heads = blocks[0].lost.shape[1]  # one number for each head, whatever its slots
     return [number for each in by_head([copy.budget for copy in copies], heads) for number in each]
 
@@ -432,7 +437,7 @@ def mine(contents: Contents, heads: Heads) -> Contents:
 
 
 def _whole(copy: RowCopy, heads: Heads) -> RowCopy:
-    """Gather one layer's row from all processes."""
+    """Return one layer's row with the heads of all processes, and as many slots as the fullest of them uses."""
     device = copy.positions.device
     used = heads.most(copy.used, device)
     tensors = {name: x if x.ndim == 0 else _all(_long(x, copy, name, used), heads) for name, x in copy.tensors.items()}

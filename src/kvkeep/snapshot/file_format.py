@@ -213,7 +213,7 @@ def _numbers(found: object) -> tuple[int, ...] | None:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Refuse tensors that overlap, leave gaps, or do not end with the file.
+    """Refuse tensors that do not fill the ``size`` bytes behind the header: that overlap, leave gaps, or end elsewhere.
 
     Raises:
         NotASnapshotError: the tensors do.
@@ -350,10 +350,10 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
-    """Return the descriptions of a file's layers, checked.
+    """Return the descriptions of a file's layers with slots, in order and checked.
 
     Raises:
-        NotASnapshotError: there are no layers, or a number is out of range.
+        NotASnapshotError: there are no layers, a description is wrong, or they have seen different numbers of tokens.
     """
     found = about.get("layers")
     check(isinstance(found, list) and 0 < len(found) <= _MOST_LAYERS, "it describes no layers")
@@ -364,7 +364,7 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
 
 
 def _layer(found: object, shown: str) -> LayerDescription:
-    """Return the checked description of one layer.
+    """Return the description of one layer with slots, checked without a look at its tensors.
 
     Args:
         found: the layer's entry in the header.
@@ -405,7 +405,7 @@ def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
     """Return the flags of the layers with a state of fixed size, by layer number, checked.
 
     Raises:
-        NotASnapshotError: the flags are not in the form that `save` writes.
+        NotASnapshotError: the flags are not in the form that `Snapshot.save` writes.
     """
     found = about.get("states")
     check(isinstance(found, dict) and len(found) <= _MOST_LAYERS, "it does not describe its states")

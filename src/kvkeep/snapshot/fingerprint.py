@@ -93,7 +93,7 @@ class Fingerprint:
         }
 
     def check(self, here: Fingerprint) -> None:
-        """Refuse to use the memory under another model or other settings.
+        """Refuse to use a memory, whose fingerprint this is, under another model or other settings.
 
         Args:
             here: the fingerprint of the place where the memory would be used.
@@ -137,7 +137,9 @@ def _short(value: object) -> str:
 
 
 def hash_of_config(config: Any) -> str:
-    """Return a hash of the entries of a configuration on which the model's results depend, those of its text model."""
+    """Return a hash, 16 hexadecimal digits, of the entries of a configuration on which the model's results depend,
+    those of its text model.
+    """
     text = config.get_text_config(decoder=True)
     fields = {name: value for name, value in text.to_dict().items() if name not in _PASSING}
     # default: some values are no JSON, such as dtypes

@@ -74,7 +74,9 @@ class HeldPositions:
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Return the bytes of each layer's row in memory, with empty slots, counters and a table of positions."""
+        """Return how many bytes each layer's row takes once it is loaded: with empty slots up to the last occupied one,
+        counters and a second table of positions.
+        """
         return [
             layer.heads * layer.used * _POSITION  # of `RowCopy.positions`, a copy of the store's
             + _COUNTER * len(layer.numbers)
@@ -120,7 +122,7 @@ def check_ids(ids: NDArray[np.int32] | None) -> None:
 def in_slots(
     shown: str, about: LayerDescription, bits: NDArray[np.uint8], places: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Return the positions of a layer's tokens, each in its slot; -1 = empty.
+    """Return a table with a row for each head: the position of the token in each slot; -1 = empty.
 
     Args:
         shown: names the layer in errors.
@@ -154,4 +156,5 @@ def _read(file: IO[bytes], found: Described, entry: TensorEntry) -> NDArray[Any]
     """
     content = bytearray(entry.stop - entry.start)
     read_into(file, found.header.start + entry.start, memoryview(content))
+    # safetensors are little-endian, whatever the machine is
     return np.frombuffer(content, dtype=np.dtype(entry.dtype.name).newbyteorder("<")).reshape(entry.shape)

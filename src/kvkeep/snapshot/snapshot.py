@@ -113,7 +113,8 @@ class Snapshot:
         return replace(self, contents=self.contents.pinned(found))
 
     def positions(self, layer: int = 0) -> Int[Tensor, "Hk used"]:
-        """Return the true positions of the tokens that a layer holds, -1 = empty.
+        """Return the true positions of the tokens that a layer holds in the slots of each head, up to the last occupied
+        one; -1 = empty.
 
         Args:
             layer: the layer's number among those with slots.
@@ -164,7 +165,7 @@ class SnapshotAbout:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SnapshotAbout:
-        """Read the description and the token ids of a file.
+        """Read the description and the token ids of a file. Its other tensors are neither read nor checked.
 
         Raises:
             SnapshotError: the file cannot be read, or is no whole file of a snapshot.
@@ -210,11 +211,16 @@ def load(path: str | os.PathLike[str]) -> FileParts:
 
 
 def _read(file: IO[bytes], size: int) -> FileParts:
-    """Read the parts of an open file of ``size`` bytes, checking each number before it is used."""
+    """Read all parts of a snapshot from an open file of ``size`` bytes, checking each number before it is used.
+
+    Raises:
+        NotASnapshotError: a check fails.
+    """
     found = read_described(file, size)
     header, tokens = found.header, found.header.entries.get(TOKENS)
 
     def tensor(entry: TensorEntry) -> Tensor:
+        """Read one of the file's tensors."""
         return read_tensor(file, header.start, entry)
 
     ids = None if tokens is None else tensor(tokens)
@@ -235,7 +241,8 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     """Build one layer's row from the tensors in a file, with every token in its slot.
 
     Raises:
-        NotASnapshotError: tokens, slots or positions do not fit each other.
+        NotASnapshotError: tokens, slots or positions do not fit each other, or scales, exponents or normals of codes
+            are out of range.
     """
     order = [name for name in found if name != OCCUPIED]  # the file's, so that a memory saved again has the same bytes
     bits, places = (found.pop(name).numpy() for name in (OCCUPIED, POSITIONS))
@@ -264,7 +271,9 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
 
 
 def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
-    """Return a tensor with each stored token in its slot, and 0 in empty slots."""
+    """Return a tensor with each stored token in its slot, and 0 in empty slots: heads and slots take the place of the
+    axis of tokens.
+    """
     dense = packed.new_zeros((*occupied.shape, *packed.shape[1:]))
     dense[occupied] = packed
     return dense
@@ -312,7 +321,7 @@ def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path at which there is something other than a file.
+    """Refuse a path at which there is something other than a file. A path with nothing at it passes.
 
     Raises:
         SnapshotError: there is something else at the path.
@@ -322,7 +331,7 @@ def check_target(path: Path) -> None:
 
 
 def not_saved(path: Path, error: Exception) -> SnapshotError:
-    """Return the error for a snapshot file that cannot be written."""
+    """Return (not raise) the error for a snapshot file that cannot be written, with the reason from ``error``."""
     why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return SnapshotError(
         f"The snapshot cannot be saved to {path}: {why}. An older file of that name is as it was. Make room, or give "
@@ -389,7 +398,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file by name, on the CPU, the largest dtype first."""
+    """Yield the tensors of a file with their names, on the CPU and contiguous, those with the largest numbers first."""
     found: list[tuple[str, Tensor]] = []
     if parts.tokens is not None:
         found.append((TOKENS, parts.tokens.to(torch.int32)))
@@ -404,7 +413,8 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a layer by name. Of tensors with slots only the occupied ones are kept, head by head.
+    """Yield the tensors of a layer with their names, first the bits of `OCCUPIED`. Of tensors with slots only the
+    occupied ones are kept, head by head; counters are left out, which the description has.
 
     Raises:
         SnapshotError: the layer has another store than the default one.
