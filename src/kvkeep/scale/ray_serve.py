@@ -136,7 +136,7 @@ class Replica:
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:
-        """End the replica: write all its sessions and let other replicas take them. Ray Serve has waited for requests."""
+        """End the replica: write all its sessions and let others take them. Ray Serve has waited for its requests."""
         # Ray Serve calls this, and then Python again, also where `__init__` has failed
         if (engine := self.__dict__.pop("_engine", None)) is None:
             return
