@@ -67,7 +67,7 @@ class LayerStep:
         )
 
     def run(self, layer: Stepper) -> Float[Tensor, "B Hq T E"]:
-        """Pass this step on to a layer, and return its output."""
+        """Give this step's tokens to a layer, and return the attention output that the layer gives for them."""
         return layer.step(self.query, self.keys, self.values, options=self.options, phase=self.phase, real=self.real)
 
 
@@ -89,7 +89,7 @@ class Probe(abc.ABC):
 
     @abc.abstractmethod
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Take a step, and return the attention output."""
+        """Take the new tokens of the layer's step, and return their attention output, with which the model goes on."""
 
 
 P = TypeVar("P", bound=Stepper)
@@ -97,7 +97,14 @@ C = TypeVar("C", bound=CountingStepper)
 
 
 def wrap_layers(cache: BoundedCache, wrap: Callable[[Layer], P]) -> dict[int, P]:
-    """Put a probe around every layer of a cache that has slots, and return them by the layer's number in the model."""
+    """Put a probe around each layer of a cache, and return the probes by the layer's number in the model.
+
+    The cache changes: its steps go to the probes from now on. Layers without slots are left as they are.
+
+    Args:
+        cache: the cache.
+        wrap: returns the probe around a layer.
+    """
     probes: dict[int, P] = {}
     for index, part in enumerate(map(handing_part, cache.layers)):
         if isinstance(part, BoundedLayer):
@@ -106,7 +113,9 @@ def wrap_layers(cache: BoundedCache, wrap: Callable[[Layer], P]) -> dict[int, P]
 
 
 def probe_cache(config: Any, make: Callable[[int], C]) -> tuple[PhasedCache, dict[int, C]]:
-    """Return a cache whose layers with attention are probes, and the probes by the layer's number in the model.
+    """Return a cache that hands new tokens to probes and does not store them, and the probes by the layer's number.
+
+    Each layer with attention has a probe; layers that keep a state keep it as usual.
 
     Args:
         config: the model's configuration.
@@ -122,7 +131,13 @@ def probe_cache(config: Any, make: Callable[[int], C]) -> tuple[PhasedCache, dic
 
 
 def keeps_states(config: Any) -> bool:
-    """Return whether some layer of a model keeps a state of fixed size, which cannot go back to an earlier token."""
+    """Return whether any layer of a model keeps a state of fixed size, which cannot go back to an earlier token.
+
+    A layer with attention beside its state is such a layer, too.
+
+    Args:
+        config: the model's configuration.
+    """
     # nothing runs, so the length may be any
     layers = probe_cache(config, lambda index: FullAttention(1))[0].layers
     return any(not isinstance(layer, HandingLayer) for layer in layers)
@@ -134,7 +149,12 @@ def positions_of(real: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 
 
 def members(positions: Int[Tensor, "*rows S"], length: int) -> Bool[Tensor, "*rows n"]:
-    """Return which tokens of a text stand in the slots (-1 = empty)."""
+    """Return a mask over the positions of a text: true for those that stand in the slots of a head.
+
+    Args:
+        positions: position of each slot's token, -1 = empty.
+        length: number of positions; all in slots are smaller.
+    """
     marks = torch.zeros(*positions.shape[:-1], length + 1, dtype=torch.bool, device=positions.device)
     # -1 modulo the width is the last column, which is cut off: empty slots mark no token
     return marks.scatter_(-1, positions.long() % (length + 1), True)[..., :length]
@@ -167,12 +187,18 @@ class LayerTape:
         return self.keys.shape[2]
 
     def weights(self, first: int) -> Float[Tensor, "B Hk G R n"]:
-        """Compute the full cache's attention for the rows from ``first`` on, in float64."""
+        """Return what the queries from position ``first`` on attend to under a full cache: probabilities in float64.
+
+        The query heads of a group are not averaged; keys after a query, or outside of its sliding window, get 0.
+        """
         now, columns = self._positions(first)
         return self._softmax(first, reference.visible(now, columns[None], self.options.window))
 
     def bounded(self) -> Float[Tensor, "B Hk G R n"]:
-        """Compute attention of generated tokens over the held tokens and themselves, in float64; 0 for other keys."""
+        """Return what generated tokens attend to among the held tokens and themselves: probabilities in float64.
+
+        They are the last ``R`` tokens; other keys get 0. There must be generated tokens on the tape.
+        """
         assert self.held is not None
         first = self.length - self.held.shape[2]
         now, columns = self._positions(first)
@@ -191,7 +217,7 @@ class LayerTape:
         return columns[:, first:], columns
 
     def _softmax(self, first: int, sees: Bool[Tensor, "#B #Hk R n"]) -> Float[Tensor, "B Hk G R n"]:
-        """Return the attention probabilities of the queries from ``first`` on, in float64."""
+        """Return the attention probabilities of the queries from ``first`` on over the keys they see, in float64."""
         logits = reference.logits(self.query[:, :, first:].double(), self.keys.double(), sees, self.options)
         return reference.softmax(logits, self.options.sinks)
 
@@ -209,8 +235,9 @@ class TapeRecorder(Probe):
         self._held: list[Int[Tensor, "B Hk S"]] = []
 
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Record a copy of the step and of what the layer holds, then let the layer take the step and return its
-        output.
+        """Record a copy of a step's tensors, then let the layer take the step, and return its output.
+
+        Before a generated token, record the positions of the tokens that the layer holds as well.
         """
         if step.phase is Phase.DECODE:
             self._held.append(self._layer.store.positions.clone())
@@ -219,7 +246,7 @@ class TapeRecorder(Probe):
         return step.run(self._layer)
 
     def tape(self) -> LayerTape:
-        """Return all steps so far as one record."""
+        """Return the tokens of all steps so far as one record, joined in order. There must have been a step."""
         query, keys, values = (_joined(parts) for parts in zip(*self._given, strict=True))
         held = [members(positions, keys.shape[2]) for positions in self._held]
         return LayerTape(query, keys, values, self._options, torch.stack(held, dim=2) if held else None)
@@ -232,8 +259,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, LayerTape]:
-    """Run texts of equal length under the full cache at once, and return the record of every layer that has
-    slots, by its number in the model.
+    """Run texts of equal length under the full cache, all tokens in one step, and return what each layer was given.
+
+    The tapes are by the layer's number in the model; layers without slots have none.
     """
     cache = BoundedCache(model.config, "full", ids.shape[1])  # a budget for all tokens: full never evicts
     recorders = wrap_layers(cache, TapeRecorder)
@@ -257,11 +285,11 @@ class TextTensor:
         self._length = length
 
     def put(self, first: int, new: Float[Tensor, "1 Hk T D"]) -> Float[Tensor, "1 Hk S D"]:
-        """Write new tokens from position ``first`` on, and return all tokens up to the last of them. Position 0 begins
-        a new text.
+        """Write the keys (or values) of new tokens from position ``first`` on, and return those of positions 0 to the
+        last new one, as a view. Position 0 begins a new text.
 
         Raises:
-            ShapeError: there are more tokens than were announced.
+            ShapeError: the text grows longer than was announced.
         """
         last = first + new.shape[2]
         if last > self._length:
@@ -312,7 +340,7 @@ class AttentionSums:
         return out
 
     def _by_position(self, received: Float[Tensor, "Hk S"], slots: Slots) -> Float[Tensor, "Hk n"]:
-        """Return numbers of slots as numbers of positions; positions without a slot get 0."""
+        """Return a number of each slot as a number of each position of the text; positions without a slot get 0."""
         # -1 modulo the width is the last column, which is cut off: empty slots receive nothing
         columns = slots.positions[0].long().expand(received.shape) % (self._length + 1)
         return received.new_zeros(len(received), self._length + 1).scatter_(-1, columns, received)[:, : self._length]
@@ -338,9 +366,10 @@ class BoundedAttention(Probe):
         self._keys, self._length, self._columns = TextTensor(length), length, 0
 
     def take(self, step: LayerStep) -> Float[Tensor, "1 Hq T E"]:
-        """Set ``sums`` from the attention of the step over what the layer holds, then let the layer take the step.
+        """Let the layer take a step, and return its output.
 
-        Return the layer's output, and set ``held`` to what it holds then.
+        Before, set ``sums`` from the attention of the step over what the layer holds and over the step's own tokens;
+        afterwards, set ``held`` to what the layer holds then.
         """
         first, heads = self._columns, step.keys.shape[1]
         keys = self._keys.put(first, step.keys)
@@ -356,7 +385,7 @@ class BoundedAttention(Probe):
         return out
 
     def _seen(self, keys: Float[Tensor, "1 Hk S D"], new: Int[Tensor, " T"]) -> Slots:
-        """Return the tokens that each head holds, with the new ones at the end."""
+        """Return slots with the tokens that each head holds, and the new ones at the end; their keys are in float32."""
         # heads may hold different numbers of tokens: the largest positions first, and empty slots fill up the rest
         most = int((self._positions >= 0).sum(dim=-1).amax())
         positions = torch.cat([self._positions.topk(most).values, new.expand(keys.shape[1], -1)], dim=-1).to(
@@ -383,8 +412,8 @@ class WholeHistory(Probe):
         self._keys, self._values = TextTensor(length), TextTensor(length)
 
     def take(self, step: LayerStep) -> Float[Tensor, "1 Hq T E"]:
-        """Append the step's keys and values to the history, and return the output of attention over all tokens so
-        far.
+        """Append the step's keys and values to the history, and return the attention output of its queries over all
+        tokens so far, computed in float32.
         """
         first = self.columns
         keys, values = self._keys.put(first, step.keys), self._values.put(first, step.values)
@@ -415,7 +444,9 @@ class FullAttention(WholeHistory):
     def attend(
         self, step: LayerStep, keys: Float[Tensor, "1 Hk S D"], values: Float[Tensor, "1 Hk S E"]
     ) -> Float[Tensor, "1 Hq T E"]:
-        """Return the attention output of the step, and set ``sums`` to what each token receives."""
+        """Return the attention output of a step's queries over all tokens, and set ``sums`` to what each token
+        receives from them.
+        """
         positions = torch.arange(self.columns, dtype=torch.int32, device=keys.device)[None]
         now = positions[:, -step.query.shape[2] :].long()
         return self.sums.attend(step, Slots(keys, values, positions[None]), now)
@@ -434,19 +465,24 @@ class FullCache:
         self._cache, self._layers = probe_cache(model.config, lambda index: FullAttention(length))
 
     def feed(self, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
-        """Append new tokens, and return the logits that follow the last one, in float32."""
+        """Run new tokens of the text, keep them, and return the logits that follow the last one, in float32."""
         return next_logits(self._model, self._cache, ids, phase)
 
     def mass(self) -> Float[Tensor, "H n"]:
-        """Return the attention of the newest step, of all heads of all layers."""
+        """Return what each token received in the newest step, by KV head of all layers one after the other, on the CPU.
+
+        It is the attention summed over the step's queries and averaged over the query heads of a group.
+        """
         return torch.cat([layer.sums.mass for layer in self._layers.values()]).cpu()
 
     def newest(self) -> Float[Tensor, "H n"]:
-        """Return the attention of the newest query, of all heads of all layers."""
+        """Return what each token received from the newest query alone, by KV head of all layers, on the CPU; see
+        `mass`.
+        """
         return torch.cat([layer.sums.newest for layer in self._layers.values()]).cpu()
 
     def go_back(self, tokens: int) -> None:
-        """Forget all tokens after the first ``tokens`` ones."""
+        """Forget all tokens of the text but the first ``tokens`` ones, so that others can be fed after these."""
         for layer in self._layers.values():
             layer.columns = tokens
 
@@ -473,7 +509,7 @@ class OnePass(Probe):
         self.columns = 0
 
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Return the output of attention over whole texts, which must come in one step.
+        """Return the attention output of a step that brings whole texts; it must be the only one.
 
         Raises:
             UnsupportedOperationError: there was a step before.

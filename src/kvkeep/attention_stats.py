@@ -41,7 +41,7 @@ class ProbabilityRows:
 
     @property
     def visible(self) -> Bool[Tensor, "B #Hk T S"]:
-        """Return whether each query can see each key, leaving sliding windows aside."""
+        """Return whether each key has a token that is no later than the query. Sliding windows are left aside."""
         keys = self.keys[:, :, None]
         return (keys >= 0) & (keys <= self.queries[:, None, :, None])
 
@@ -61,7 +61,13 @@ class Statistic(abc.ABC):
     rows: int | Int[Tensor, " B"] = -1
 
     def selects(self, query_positions: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Return whether each query counts. Padded queries (position -1) never do."""
+        """Return whether each query counts for the report: one of the last `rows` of its row of the batch (all: -1).
+
+        Padded queries (position -1) never do.
+
+        Args:
+            query_positions: of all queries of the step, since the newest one says which are the last.
+        """
         real = query_positions >= 0
         if isinstance(self.rows, int) and self.rows < 0:
             return real
@@ -71,7 +77,7 @@ class Statistic(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return the statistic of a block of rows: one tensor for each of `fields`."""
+        """Return the statistic of a block of query rows: a tensor of a number for each key, for each of `fields`."""
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
         """Add a block's result for the field ``name`` to the result of the earlier blocks, in place."""
@@ -107,7 +113,9 @@ class Mass(Statistic):
     last: Int[Tensor, " B"] | int = 0
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return each key's transformed probabilities, averaged over the group and summed over the selected rows."""
+        """Return as ``mass`` the probabilities that each key received, after noise and gain, averaged over the group
+        and summed over the rows by their `weights`.
+        """
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
         weights = self.weights(rows.selected, rows.queries).to(p.dtype)  # float64 in the reference
@@ -117,7 +125,10 @@ class Mass(Statistic):
         return {"mass": (weights.repeat(1, G)[:, None, None, :] / G @ p.reshape(B, Hk, G * T, S)).squeeze(2)}
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Return the weight of each query: 1 if it is selected, else 0. With decay, earlier queries weigh less."""
+        """Return the weight of each query: 1 if it is selected, else 0.
+
+        With `decay`, a selected query weighs ``decay`` to the power of its distance to position `last`.
+        """
         if self.decay == 1.0:
             return selected.float()
         last = torch.as_tensor(self.last, device=queries.device).view(-1, 1)
@@ -145,7 +156,9 @@ class MassAndLast(Mass):
     fields: ClassVar[tuple[str, ...]] = ("mass", "last")
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return the sums over the selected queries, and the newest query's own mass if this block has it."""
+        """Return ``mass`` as `Mass` does, and as ``last`` that of the query at position `last` alone: 0 if it is in
+        another block, or not selected.
+        """
         last = torch.as_tensor(self.last, device=rows.queries.device).view(-1, 1)
         newest = ProbabilityRows(rows.probabilities, rows.selected & (rows.queries == last), rows.queries, rows.keys)
         return {**super().reduce(rows), "last": super().reduce(newest)["mass"]}
@@ -163,15 +176,19 @@ class RowMasses(Statistic):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]  # their number depends on an option
-        """Return the names of the report's fields, one for each of the last rows."""
+        """Return the names of the report's fields: ``row0``, ``row1`` and so on, as many as `places`."""
         return tuple(f"row{place}" for place in range(self.places))
 
     def weights_of(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> list[Float[Tensor, "B T"]]:
-        """Return for each field 1 for the row that it belongs to and 0 for the others."""
+        """Return for each field, in order, the weight of each query: 1 if it is selected and its position modulo the
+        number of fields is the field's number, else 0.
+        """
         return [(selected & (queries % self.places == place)).float() for place in range(self.places)]
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return each counted row's probabilities, averaged over the group, in the field of that row."""
+        """Return the probabilities of each selected row, averaged over the group, in the field that its position
+        belongs to; 0 in a field without a row.
+        """
         weights = torch.stack(self.weights_of(rows.selected, rows.queries), dim=1).to(rows.probabilities.dtype)
         found = weights[:, None] @ rows.probabilities.mean(dim=2)
         return dict(zip(self.fields, found.unbind(dim=2), strict=True))
@@ -200,7 +217,7 @@ def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
 
 @functools.cache
 def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
-    """Return the words that set each bit of a ring. The last line sets no bit."""
+    """Return a table of the words that set each bit of a ring, a line for each place. The last line sets no bit."""
     # the table is cached, and its next reader may be outside of inference mode
     with torch.inference_mode(False):
         bits = [1 << bit for bit in range(BITS - 1)] + [-(1 << BITS - 1)]
@@ -234,7 +251,9 @@ class Peak(Statistic):
     fields: ClassVar[tuple[str, ...]] = ("peak",)
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return the maximum probability of each key over the query group and the selected queries."""
+        """Return as ``peak`` the largest probability of each key, over the query heads of the group and the selected
+        queries; 0 if none is selected.
+        """
         counts = rows.selected[:, None, None, :, None]
         return {"peak": rows.probabilities.masked_fill(~counts, 0.0).amax(dim=(2, 3))}
 
@@ -258,8 +277,8 @@ class LastHit(Statistic):
     quantile: float = 0.9
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return the newest selected row in which each key's mean probability is above the quantile, counted from 1;
-        0 for none.
+        """Return as ``hit``, for each key, the position plus 1 of the newest selected row in which its probability,
+        averaged over the group, is above the row's quantile; 0 for none.
         """
         p = rows.probabilities.mean(dim=2)
         S = p.shape[-1]
@@ -274,7 +293,7 @@ class LastHit(Statistic):
         return {"hit": (hit * length[:, None, :, None]).amax(dim=2).to(p.dtype)}
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
-        """Replace ``total`` by the newer row, in place."""
+        """Replace each row's number in ``total`` by the newer one of both, in place."""
         torch.maximum(total, part, out=total)
 
 
@@ -296,8 +315,10 @@ class Worst(Statistic):
     kernel: int = 5
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return the maximum over group and selected rows of the probabilities averaged along the positions, and the
-        mass.
+        """Return as ``worst`` the largest smoothed probability of each older key over group and selected rows, and as
+        ``mass`` its own probabilities, averaged over the group and summed over these rows; 0 for other keys.
+
+        Smoothed means averaged along the positions, see `Worst`.
         """
         before = torch.as_tensor(self.before, device=rows.keys.device).view(-1, 1, 1)
         older = (rows.keys >= 0) & (rows.keys < before)
@@ -339,13 +360,17 @@ class Low(Statistic):
     live: bool = False
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return in how many selected rows each key's mean probability is below the threshold, and the key's mass."""
+        """Return as ``low`` in how many selected rows each visible key has less than its share, and as ``mass`` the sum
+        of its probabilities in them. Both are of probabilities averaged over the group.
+        """
         p, low = self._compared(rows)
         counts = rows.selected[:, None, :, None]
         return {"mass": (p * counts).sum(dim=2), "low": (low & counts).sum(dim=2).to(p.dtype)}
 
     def _compared(self, rows: ProbabilityRows) -> tuple[Float[Tensor, "B Hk T S"], Bool[Tensor, "B Hk T S"]]:
-        """Return each key's mean probability over the group, and whether it is visible and below the threshold."""
+        """Return each key's probability in each row, averaged over the group, and whether the row sees it and gives it
+        less than its share.
+        """
         p = rows.probabilities.mean(dim=2)
         visible = rows.visible
         n = visible.sum(dim=-1, keepdim=True) if self.live else (rows.queries + 1)[:, None, :, None]
@@ -374,14 +399,19 @@ class LowRows(Low):
         return ("mass", "due", *word_names(self.words))
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "B T"]]:
-        """Return each query's weight in each field: its share in the sums, and its bit in the ring's words."""
+        """Return by field a factor of each query: 1 or 0 for the two sums, and its bit for the ring's words.
+
+        Queries that are not selected have 0 everywhere.
+        """
         last, due = (torch.as_tensor(n, device=queries.device).view(-1, 1) for n in (self.last, self.due))
         bits = ring(queries.masked_fill(~selected, EMPTY), self.words).float().unbind(dim=-1)
         sums = {"mass": selected.float(), "due": (selected & (queries > last - due)).float()}
         return sums | dict(zip(word_names(self.words), bits, strict=True))
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Return the bits of the selected rows in which each key is below the threshold, and two sums of mass."""
+        """Return for each key the ring's words with the bits of the selected rows that give it less than its share, and
+        two sums of its probability: over all selected rows, and over the last `due`.
+        """
         p, low = self._compared(rows)
         sums = {"mass": p, "due": p}
         weights = self.weights(rows.selected, rows.queries)

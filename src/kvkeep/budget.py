@@ -50,7 +50,7 @@ def check(budget: object) -> tuple[Number, ...]:
     A row may have a tuple of numbers instead, one for each of its KV heads.
 
     Raises:
-        BudgetError: a budget is not an integer, is below 1, or is more than any memory holds.
+        BudgetError: a budget is not an integer, is below 1, or is more than any memory holds; or the list is empty.
     """
     numbers = tuple(budget) if isinstance(budget, Sequence) and not isinstance(budget, str) else (budget,)
     if not numbers:
@@ -104,10 +104,10 @@ def check_one(number: object, name: str = "budget") -> int:
 
 
 def by_head(numbers: Sequence[Number], heads: int) -> list[tuple[int, ...]]:
-    """Return the budgets as tuples with one number for each KV head.
+    """Return each row's budget as a tuple with one number for each of ``heads`` KV heads: a single one is repeated.
 
     Raises:
-        BudgetError: there are budgets for another number of heads.
+        BudgetError: a row has budgets for another number of heads.
     """
     found = [number if isinstance(number, tuple) else (number,) * heads for number in numbers]
     if wrong := [row for row in found if len(row) != heads]:
@@ -162,7 +162,12 @@ def check_rows(budget: object) -> tuple[int, ...]:
 
 
 def per_row(numbers: Sequence[Number], rows: int, device: torch.device) -> Budget:
-    """Return the rows' budgets as the cache needs them: an int, or a ``(B, 1)`` tensor if rows differ.
+    """Return the rows' budgets as the cache needs them: an int if all are equal, or a ``(B, 1)`` tensor.
+
+    Args:
+        numbers: one budget for all rows, or one for each; heads have none of their own.
+        rows: number of rows.
+        device: of the tensor.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
@@ -178,7 +183,12 @@ def per_row(numbers: Sequence[Number], rows: int, device: torch.device) -> Budge
 
 
 def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Return one budget per row; the mean where heads differ. ``seen`` gives the number of rows and the device."""
+    """Return one budget per row, where heads differ their mean, rounded down. The result may be an expanded view.
+
+    Args:
+        budget: an int, one number per row, or one per row and head.
+        seen: any number per row, for the number of rows and the device.
+    """
     number = budget if isinstance(budget, Tensor) else seen.new_full((1,), budget)
     if number.ndim == 2 and number.shape[1] > 1:
         number = number.sum(dim=1) // number.shape[1]
@@ -186,7 +196,12 @@ def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
 
 
 def table(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, "B #Hk"]:
-    """Return one budget per row, and one per head where heads differ. ``seen`` is used as in `column`."""
+    """Return budgets as a line for each row: one column, or one for each head where the budgets are by head.
+
+    Args:
+        budget: an int, one number per row, or one per row and head.
+        seen: any number per row, for the number of rows and the device.
+    """
     if isinstance(budget, Tensor) and budget.ndim == 2:
         return budget.expand(len(seen), -1)
     return column(budget, seen)[:, None]
@@ -203,7 +218,7 @@ def between(low: int, budget: Budget, high: int | None) -> Budget:
 
 
 def smaller(one: Budget, other: Budget) -> Budget:
-    """Return the smaller of two budgets, row by row (and head by head); an int only if both are."""
+    """Return the smaller of two budgets, row by row (and head by head): an int if both are, else a tensor."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
     return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
@@ -252,8 +267,8 @@ def per_layer(
 
 
 def _beside_windows(share: float, budget: int, windows: Sequence[int | None], least: int) -> list[int]:
-    """Return a share of the budget for each layer with a sliding window, and for the others what these leave, each the
-    same. No layer takes more than its window.
+    """Return the budget of each layer: where a window slides, a share, but no more than the window and no less than
+    ``least``; elsewhere the whole budget and, in equal parts, what the sliding layers leave.
     """
     held = [min(budget, window) for window in windows if window is not None]
     narrow = [max(least, min(round(share * budget), number)) for number in held]
@@ -275,7 +290,7 @@ def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[floa
 
 
 def _weights(how: str | Sequence[float], layers: int) -> list[float]:
-    """Return the weight of each layer, a positive number.
+    """Return the weight of each layer, a positive number; for the rule ``sliding`` its share, once for each layer.
 
     Raises:
         BudgetError: the rule or the weights cannot be used.

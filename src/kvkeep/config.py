@@ -64,14 +64,14 @@ class Config:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], source: str = "The configuration") -> Config:
-        """Return the settings of a mapping, after a check of each. The table `NOTES` is left out.
+        """Return a configuration with the settings of a mapping, after a check of each. Its table `NOTES` is left out.
 
         Args:
             settings: name → value.
             source: where they come from, for messages.
 
         Raises:
-            InputError: a name is unknown, or a value is of the wrong kind.
+            InputError: a name is unknown, or a value is of the wrong kind, out of range or no policy or rule.
         """
         known = [field.name for field in fields(cls)]
         found: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class Config:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Config:
-        """Return the settings of a file.
+        """Return the configuration in a TOML file.
 
         Raises:
             InputError: the file cannot be read, is not TOML, or has a setting that cannot be used.
@@ -145,10 +145,15 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
-    """Return the value of a setting after checking its kind and range.
+    """Return the value of a setting as it is, after checking its kind and range.
+
+    Args:
+        name: the setting.
+        value: its value.
+        source: where it comes from, for messages.
 
     Raises:
-        InputError: the value is of the wrong kind, or out of range.
+        InputError: the value is of the wrong kind, out of range, or names no policy or rule.
     """
     try:
         wanted = _CHECKS[name](value)
@@ -160,12 +165,16 @@ def _checked(name: str, value: Any, source: str) -> Any:
 
 
 def _text(value: object) -> str | None:
-    """Return what the setting should be if it is not a non-empty text; ``None`` if it is valid."""
+    """Return in words what the setting should be; ``None`` if it is a text that is not empty."""
     return None if isinstance(value, str) and value.strip() else "a text in quotes"
 
 
 def _policy(value: object) -> str | None:
-    """Return what the setting should be if it is not a policy; ``None`` if it is valid. Unknown policies raise."""
+    """Return in words what the setting should be if it is no text; ``None`` if it is a policy.
+
+    Raises:
+        PolicyError: the text is no policy, or names a module.
+    """
     if isinstance(value, str):
         # raises an error that says what is wrong with the policy
         policy_of(value)
@@ -173,7 +182,7 @@ def _policy(value: object) -> str | None:
 
 
 def policy_of(name: str) -> Policy:
-    """Return the policy that a file names. Modules are refused, since a file could name any.
+    """Return the policy of a name that a file gives, made with its options. Modules are refused: a file could name any.
 
     Raises:
         PolicyError: the name is a module's, no policy of that name is registered, or its options are wrong.
@@ -184,15 +193,18 @@ def policy_of(name: str) -> Policy:
 
 
 def _whole(value: object) -> str | None:
-    """Return what the setting should be if it is not a number of tokens; ``None`` if it is valid."""
+    """Return in words what the setting should be; ``None`` if it is a whole number of tokens, 1 or more."""
     if isinstance(value, int) and not isinstance(value, bool):
         return None if 1 <= value <= budgets.MOST else "a number of tokens from 1 on"
     return "a whole number of tokens"
 
 
 def _rule(value: object) -> str | None:
-    """Return what the setting should be if it is not a rule over layers or a list of weights; ``None`` if it is
-    valid.
+    """Return in words what the setting should be if it is neither a text nor weights, numbers of 0 or more; ``None`` if
+    it is weights or a rule over layers.
+
+    Raises:
+        BudgetError: the text is no such rule.
     """
     if isinstance(value, str):
         # raises an error that names the rules if the text is none of them
@@ -203,32 +215,34 @@ def _rule(value: object) -> str | None:
 
 
 def _heads(value: object) -> str | None:
-    """Return what the setting should be if it is not a head budget; ``None`` if it is valid. Unknown rules raise."""
+    """Return in words what the setting should be if it is no text; ``None`` if it is a rule over heads. Unknown rules
+    raise a `KVKeepError`.
+    """
     if isinstance(value, str):
         head_rule(value)
     return _text(value)
 
 
 def _kept(value: object) -> str | None:
-    """Return what the setting should be if it is neither true, false nor a share in (0, 1]; ``None`` if it is valid."""
+    """Return in words what the setting should be; ``None`` if it is true, false or a share in (0, 1]."""
     if isinstance(value, bool) or (isinstance(value, int | float) and 0 < value <= 1):
         return None
     return "true, false or a share above 0 such as 0.5"
 
 
 def _bits(value: object) -> str | None:
-    """Raise an error for bits that no slot can have; return ``None``, which means valid."""
+    """Raise an `InputError` for bits that no slot can have; return ``None``, which means valid."""
     check_bits(value)
     return None
 
 
 def _mode(value: object) -> str | None:
-    """Return what the setting should be if it is neither ``true`` nor ``slot``; ``None`` if it is valid."""
+    """Return in words what the setting should be; ``None`` if it is the text ``true`` or ``slot``."""
     return None if value in _POSITIONS else " or ".join(map(repr, _POSITIONS))
 
 
 def _share(value: object, most: float = 1.0) -> str | None:
-    """Return what the setting should be if it is not a finite number from 0 to ``most``; ``None`` if it is valid."""
+    """Return in words what the setting should be; ``None`` if it is a finite number from 0 to ``most``."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most and value != float("inf"):
         return None
     return "a share from 0 to 1"
@@ -251,7 +265,7 @@ _CHECKS = {
 
 
 def _value(value: Any) -> str:
-    """Return a value in TOML syntax."""
+    """Return a text, number, truth value or list of such as a value in TOML."""
     if isinstance(value, str):  # strings as in JSON, but that TOML wants DEL escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):

@@ -95,7 +95,7 @@ class UnsupportedOperationError(KVKeepError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line: a `KVKeepError`'s message, or another exception's class and first line."""
+    """Return the first line of an error's message, for a `KVKeepError`; of another exception its class before it."""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:  # an error of other code whose own __str__ fails
@@ -120,6 +120,8 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 def renames(elsewhere: Mapping[str, str]) -> Callable[[_Called], _Called]:
     """Return a decorator for a class, which must have an ``__init__`` of its own, or for a function: a call with a
     parameter that it does not have raises an `InputError` that names the right one, in place of a ``TypeError``.
+
+    The class itself is changed and returned; a function is wrapped.
 
     Args:
         elsewhere: a name that users of other libraries may write → what they should write here.
@@ -165,6 +167,8 @@ def show_bytes(count: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number as text with three digits, or more where it is larger: ``1.23``, ``23.5``, ``1234``."""
+    """Return a number, 0 or more, as text with two decimals below 10, one below 100 and none above: ``0.05``, ``1.23``,
+    ``23.5``, ``1234``.
+    """
     # the bounds are those from which rounding would add a digit
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -94,7 +94,7 @@ class Profile:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the profile to a file. After a crash the file holds the old or the new content, never a part.
+        """Write the profile to a JSON file. After a crash the file holds the old or the new content, never a part.
 
         Raises:
             InputError: the file cannot be written; the old content stays.
@@ -121,6 +121,8 @@ class Profile:
     def check(self, config: Any, *, layers: int | None = None) -> None:
         """Refuse a model of another kind than the one that the profile was made for.
 
+        Facts that the configuration or the profile does not say are not compared.
+
         Args:
             config: the model's configuration.
             layers: number of its layers with keys; by default not compared.
@@ -141,8 +143,10 @@ class Profile:
     def check_weights(self, weights: Callable[[], str | None]) -> None:
         """Refuse a model with other weights, such as the same one after fine-tuning.
 
+        A model passes if its hash is not known, or if the profile names none.
+
         Args:
-            weights: returns the hash of the model's weights, or ``None``. It is called if the profile names weights.
+            weights: returns the hash of the model's weights, or ``None``. It is called only if the profile names one.
 
         Raises:
             InputError: the weights differ.
@@ -165,8 +169,8 @@ class Profile:
         Args:
             budget: slots per head on average.
             least: slots that every head gets at least, or ``budget`` if that is smaller.
-            most: slots that a head can use, for example the length of the longest text. What is left of its share goes
-                to the others.
+            most: slots that a head can use, at least ``budget``, for example the length of the longest text. What is
+                left of its share goes to the others; ``None``: no limit.
 
         Raises:
             BudgetError: a number is below 1 or above any memory.
@@ -178,13 +182,17 @@ class Profile:
         few, many = (min(budget, max(least, slots)) for slots in (self.least, 2 * self.least))
         # `limited` marks no head if no head needs anything, and then all are alike
         first = [few if limited else many for layer in self.limited() for limited in layer]
+        # with less than the budget in each head, there would be no room for all slots
         room = None if most is None else [max(budget, most) - slots for slots in first]
         more = _shares(needs, budget * len(needs) - sum(first), room)
         each, heads = [slots + part for slots, part in zip(first, more, strict=True)], len(self.heads[0])
         return [each[at : at + heads] for at in range(0, len(each), heads)]
 
     def limited(self) -> list[tuple[bool, ...]]:
-        """Return which heads of each layer need only their first and newest tokens. If all heads do, none is marked."""
+        """Return by layer whether each head needs only its first and newest tokens, that is nothing of the far past.
+
+        If no head of the model needs more, none is marked.
+        """
         any_need = any(map(any, self.heads))
         return [tuple(any_need and need == 0 for need in layer) for layer in self.heads]
 
@@ -212,7 +220,10 @@ def _shares(needs: Sequence[int], total: int, room: Sequence[int] | None) -> lis
 
 
 def _in_proportion(weights: Sequence[int], total: int) -> list[int]:
-    """Return integers in proportion to integer weights that add up to the total."""
+    """Return whole numbers that add up to the total, in proportion to integer weights, of which one is above 0.
+
+    The largest remainders are rounded up; among equal ones, the first.
+    """
     everything = sum(weights)
     parts, rests = zip(*(divmod(total * weight, everything) for weight in weights), strict=True)
     whole = list(parts)
@@ -222,7 +233,10 @@ def _in_proportion(weights: Sequence[int], total: int) -> list[int]:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Return facts of a model's configuration that identify it to a profile. A fact is ``None`` if missing."""
+    """Return the facts of a model's configuration by which a profile knows its model: type, layers, heads and dims.
+
+    A fact is ``None`` if the configuration does not have it as one number or text.
+    """
     text = config.get_text_config(decoder=True)
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     own = hidden // heads if isinstance(heads, int) and heads > 0 and isinstance(hidden, int) else None
@@ -242,7 +256,7 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """Read the JSON value of a profile's file.
+    """Return the JSON value in a profile's file; what it says is not checked.
 
     Raises:
         InputError: the file is missing, too large or damaged.
@@ -262,7 +276,7 @@ def _read(path: Path) -> Any:
 
 
 def fault(found: Any) -> str | None:
-    """Return what is wrong with the content of a profile's file; ``None`` if it is valid."""
+    """Return what is wrong with the content of a profile's file, as a clause for an error; ``None`` if it is valid."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return f'it has no "format": "{FORMAT}"'
     if (version := found.get("version")) != VERSION:
@@ -281,7 +295,13 @@ def fault(found: Any) -> str | None:
 
 
 def _fault_of_heads(heads: Any, model: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a profile's needs by layer and head; ``None`` if they are valid."""
+    """Return what is wrong with a profile's needs by layer and head, as a clause for an error; ``None`` if they are
+    valid.
+
+    Args:
+        heads: the needs, of each head from 0 to 1.
+        model: the profile's facts, with whose ``layers`` and ``kv_heads`` the needs have to agree.
+    """
     rows = heads if isinstance(heads, list) and heads and all(isinstance(row, list) and row for row in heads) else None
     if rows is None or len({len(row) for row in rows}) != 1:
         return '"heads" has to be a list of layers with the same number of heads each'

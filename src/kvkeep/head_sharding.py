@@ -71,18 +71,18 @@ class Heads:
             )
 
     def all(self, mine: Shaped[Tensor, "B Hk *rest"]) -> Shaped[Tensor, "B heads *rest"]:
-        """Return the numbers of all heads in order, gathered from all processes. Their shapes must be equal."""
+        """Return a tensor of all heads of a layer in order, gathered from that of each process. All have one shape."""
         return mine if self.ranks == 1 else torch.cat(self._gathered(mine), dim=1)
 
     def all_slots(self, mine: Shaped[Tensor, "B Hk S"], empty: int | float) -> Shaped[Tensor, "B heads most"]:
-        """Return the slots' numbers of all heads, as `all` does, with empty slots put in front where a process has
-        fewer.
+        """Return a number for each slot of all heads of a layer, gathered as by `all` from the slots of each process.
 
-        A chunk's tokens, which come last, therefore stay in the same columns in all heads.
+        Where a process has fewer slots, empty ones are put in front: a chunk's tokens, which come last, stay in the
+        same columns in all heads.
 
         Args:
-            mine: numbers of slots.
-            empty: the number of a slot that is added.
+            mine: a number for each slot of this process's heads.
+            empty: the number that an added slot gets.
         """
         if self.ranks == 1:
             return mine
@@ -90,7 +90,7 @@ class Heads:
         return self.all(torch.nn.functional.pad(mine, (most - mine.shape[-1], 0), value=empty))
 
     def mine(self, whole: Shaped[Tensor, "B heads *rest"]) -> Shaped[Tensor, "B Hk *rest"]:
-        """Return the numbers of this process's heads, taken from those of all heads."""
+        """Return the part of a tensor of all heads that belongs to this process's heads."""
         return whole if self.ranks == 1 else whole.chunk(self.ranks, dim=1)[self.rank]
 
     def numbers(self, mine: int, device: torch.device) -> Int[Tensor, " heads"]:
@@ -98,13 +98,13 @@ class Heads:
         return torch.arange(self.rank * mine, (self.rank + 1) * mine, device=device)
 
     def most(self, number: int, device: torch.device) -> int:
-        """Return the largest ``number`` of all processes."""
+        """Return the largest ``number`` that any process has passed; all get the same."""
         if self.ranks == 1:
             return number
         return int(torch.stack(self._gathered(torch.tensor(number, device=device))).max())
 
     def first(self, numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return ``numbers`` of the first process, in all processes."""
+        """Return in all processes the ``numbers`` that the first one has passed; others pass any of the same shape."""
         if self.ranks > 1:
             # broadcast writes into the tensor that it is given
             numbers = numbers.clone()
@@ -112,7 +112,10 @@ class Heads:
         return numbers
 
     def texts(self, mine: str, device: torch.device) -> list[str]:
-        """Return the texts of all processes in order. A text needs at least one character, and no NUL."""
+        """Return the text that each process has passed, in the order of their ranks, in all of them.
+
+        A text needs at least one character, and no NUL.
+        """
         if self.ranks == 1:
             return [mine]
         # all processes have to send tensors of one shape: NUL fills up, and is cut off again
@@ -121,11 +124,11 @@ class Heads:
         return [bytes(text.tolist()).rstrip(b"\0").decode() for text in self._gathered(padded)]
 
     def alike(self, number: int, device: torch.device) -> bool:
-        """Return whether a number is the same in all processes."""
+        """Return whether all processes have passed the same number."""
         return self.ranks == 1 or len({int(rank) for rank in self._gathered(torch.tensor(number, device=device))}) == 1
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
-        """Return the tensors of all processes, in the order of their ranks."""
+        """Return the tensors that the processes have passed, all of one shape and dtype, in order of their ranks."""
         sent = (mine.to(torch.uint8) if mine.dtype == torch.bool else mine).contiguous()
         found = [torch.empty_like(sent) for _ in range(self.ranks)]
         dist.all_gather(found, sent)
@@ -137,7 +140,8 @@ ALONE = Heads()
 
 
 def sharing(config: Any) -> Heads:
-    """Return this process's rank and the number of ranks that run a model together (`ALONE` for one process).
+    """Return this process's rank and the number of ranks that run a model together, as `Heads` that do not count the KV
+    heads; `ALONE` for one process.
 
     Args:
         config: the model's configuration.
@@ -157,10 +161,10 @@ def sharing(config: Any) -> Heads:
 
 
 def _ranks(config: Any) -> int:
-    """Return how many processes a model is split over; 1 if its plan leaves everything whole.
+    """Return how many processes share a model by tensor parallelism; 1 if its plan leaves everything whole.
 
     Raises:
-        UnsupportedModelError: the model is split in another way as well.
+        UnsupportedModelError: the model is split in another way, alone or as well.
     """
     split = getattr(config, "distributed_config", None)
     if others := [name for name in _OTHERS if (getattr(split, name, None) or 1) > 1]:
@@ -172,9 +176,13 @@ def _ranks(config: Any) -> int:
 
 
 def _divides(config: Any, split: Any) -> bool:
-    """Return whether a model's plan divides its heads. If it does not, every process has all of them.
+    """Return whether a model's plan divides the KV heads among the processes. If not, every process has all of them.
 
     A plan in the model's own split overrides that of its configuration.
+
+    Args:
+        config: the configuration of the model's text part.
+        split: how the model was split: the ``distributed_config`` of its configuration.
     """
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     own = getattr(split, "tp_plan", None)
@@ -183,10 +191,10 @@ def _divides(config: Any, split: Any) -> bool:
 
 
 def number_of_heads(config: Any, ranks: int) -> int:
-    """Return the number of KV heads of a model, after checking that the ranks divide them equally.
+    """Return the number of KV heads of a layer, after checking that the ranks divide them and the query heads equally.
 
     Raises:
-        UnsupportedModelError: the ranks do not divide the heads equally, or the model has no single number of them.
+        UnsupportedModelError: they do not, or the model makes keys from latents or has no single number of heads.
     """
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries

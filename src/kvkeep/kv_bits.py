@@ -29,8 +29,9 @@ SCALED = 4
 
 
 def check_bits(kv_bits: object) -> str | None:
-    """Return the name of a setting for the bits of keys and values (``"8"``, ``"4"``, ``"k8v4"``); ``None`` for 16,
-    the model's dtype.
+    """Return the name in `KV_BITS` of a setting that a user gave: ``"8"``, ``"4"`` or ``"k8v4"``.
+
+    Return ``None`` for 16 and for ``None``, which both mean the model's dtype. A number may be given as a text.
 
     Raises:
         InputError: there is no such setting.
@@ -46,7 +47,11 @@ def check_bits(kv_bits: object) -> str | None:
 
 
 def transforms_keys(kv_bits: str | None) -> bool:
-    """Return whether keys have exponents and normals in slots of these bits (a name of `KV_BITS`)."""
+    """Return whether slots of these bits transform keys, and so store exponents and normals: those with keys of 4 bits.
+
+    Args:
+        kv_bits: a name of `KV_BITS`; ``None``: the model's dtype.
+    """
     return kv_bits is not None and KV_BITS[kv_bits][0] == SCALED
 
 
@@ -81,5 +86,7 @@ def n_normals(dim: int) -> int:
 
 
 def scale_halves(dim: int, bits: int) -> int:
-    """Return how many numbers in float16 a vector of ``dim`` channels has beside its codes, see `HALVES`."""
+    """Return how many numbers in float16 a quantized vector of ``dim`` channels has beside its codes: `HALVES` for each
+    group of channels.
+    """
     return dim // group_size(dim) * HALVES[bits]

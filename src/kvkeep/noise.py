@@ -21,7 +21,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
-    """Return ``x`` shifted right with zeros filled in: torch does not shift unsigned 64-bit integers."""
+    """Return int64 ``x`` shifted right with zeros filled in, as if unsigned: torch shifts no unsigned numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -50,12 +50,14 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Return 64 random bits from a key, which can be combined with another key by exclusive or. 0 stays 0."""
+    """Return 64 bits for each key that look random, so that keys can be joined by exclusive or. 0 stays 0."""
     return _mix(key.to(torch.int64))
 
 
 def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its step."""
+    """Return standard Gumbel numbers in float64, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its
+    step. They are equal for equal keys.
+    """
     u = uniform(seed, *keys).double() + 2.0**-25  # steps are 2^-24; never 0, whose logarithm is infinite
     return -(-u.log()).log()
 
@@ -79,7 +81,13 @@ class Gumbel:
     def factor(
         self, shape: tuple[int, ...], queries: Int[Tensor, "B T"], keys: Int[Tensor, "B #Hk S"]
     ) -> Float[Tensor, "B Hk G T S"]:
-        """Return ``exp(noise)``, the factor on attention probabilities before they are normalised again."""
+        """Return ``exp(noise)``, the factor on attention probabilities before they are normalised again, in float64.
+
+        Args:
+            shape: of the probabilities; only the numbers of KV heads and of query heads in a group are read.
+            queries: true positions of the query rows.
+            keys: true positions of the keys.
+        """
         _, Hk, G, _, _ = shape
         heads = self.of.numbers(Hk * G, queries.device).view(1, Hk, G, 1, 1)
         rows, columns = queries[:, None, None, :, None], keys[:, :, None, None]

@@ -27,8 +27,8 @@ _EXAMPLE = "give spans of positions such as [(0, 120)]: the first one, and the o
 
 
 def spans(pins: object) -> Spans:
-    """Return the pins of one sequence in order; overlapping or touching spans become one, and empty ones are left
-    out.
+    """Return the spans that a user pinned in one sequence, checked and in order; overlapping or touching ones become
+    one, and empty ones are left out.
 
     Raises:
         InputError: ``pins`` is no list of spans, or a span is negative, reversed or beyond any position.
@@ -47,9 +47,9 @@ def spans(pins: object) -> Spans:
 
 
 def spans_of_rows(pins: object) -> tuple[Spans, ...]:
-    """Return the pins of a batch: one entry for all rows, or one for each row.
+    """Return the spans that a user pinned in a batch, checked: a tuple of one entry for all rows, or of one per row.
 
-    Spans are pins of all rows; lists of spans are pins of one row each.
+    A list of spans pins them in all rows; a list of lists of spans gives each row its own.
 
     Raises:
         InputError: see `spans`.
@@ -67,7 +67,7 @@ def _is_list(value: object) -> bool:
 
 
 def _span(pin: object) -> Span:
-    """Return one span as a pair of Python's numbers.
+    """Return one span that a user gave, any pair of whole numbers, as a tuple of Python's ints.
 
     Raises:
         InputError: the pin is no pair of whole numbers, or out of range.
@@ -88,7 +88,7 @@ def _span(pin: object) -> Span:
 
 
 def count(pins: Spans, sinks: int = 0) -> int:
-    """Return the number of positions that are pinned or among the first ``sinks``."""
+    """Return the number of positions that are pinned or among the first ``sinks``; one that is both counts once."""
     return sum(stop - start for start, stop in spans((*pins, (0, sinks))))
 
 
@@ -105,7 +105,7 @@ def from_start(pins: Spans) -> Spans:
 
 
 def within(pins: Spans, tokens: int) -> Spans:
-    """Return the parts of the spans that lie within the first tokens."""
+    """Return the parts of the spans that lie within the first ``tokens`` positions."""
     return tuple((start, min(stop, tokens)) for start, stop in pins if start < tokens)
 
 
@@ -137,7 +137,7 @@ def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int
     Args:
         rows: the spans of each row.
         device: where the table lies.
-        width: number of bounds per row; at least as many as the longest row has.
+        width: the least number of bounds per row; there are more if the longest row has more, and always two.
     """
     import torch  # here, since commands read pins without it
 

@@ -55,7 +55,7 @@ class Lock:
     """
 
     def __init__(self, target: IO[bytes] | Path, name: str, *, shared: bool = False):
-        """Take the lock without waiting for it."""
+        """Take the lock on a file or folder, without waiting for it."""
         self._own: int | None = None
         if sys.platform == "win32":  # nor can a folder be opened there
             return
@@ -115,7 +115,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def _short(name: str) -> str:
-    """Return the beginning of a file's name that the name of its temporary file repeats."""
+    """Return as much of the beginning of a file's name as fits into the name of its temporary file: 200 bytes."""
     return os.fsdecode(os.fsencode(name)[:_LONGEST])
 
 
@@ -125,7 +125,7 @@ def remove_leftovers(folder: Path, names: Collection[str], before: float | None 
     Args:
         folder: the folder; the caller holds the lock on its files.
         names: names of the files that were written.
-        before: time of the lock, as of `time.time`; younger files stay. Default: now.
+        before: time at which the lock was taken, as of `time.time`; younger files stay. Default: now.
     """
     limit, names = time.time() if before is None else before, {*map(_short, names)}
     with suppress(OSError):  # leftovers do no harm
@@ -141,14 +141,14 @@ def is_address(name: str) -> bool:
 
 
 def in_full(name: str | os.PathLike[str]) -> Path:
-    """Return the path with the home folder in place of ``~``. ``~name`` stays if there is no such user."""
+    """Return a path with the home folder in place of ``~`` or ``~name``. ``~name`` stays if there is no such user."""
     with suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
 
 
 def as_text(name: str) -> str:
-    """Return a file's name as UTF-8 text. Bytes that are not UTF-8 become escapes."""
+    """Return a file's name as text that UTF-8 can hold. What stands in it for other bytes becomes escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -181,7 +181,8 @@ def parse(data: bytes) -> Any:
     """Parse a JSON text into a value that can be computed with, shown and written again.
 
     Raises:
-        ValueError: the text is not JSON, or holds a number or string that kvkeep never writes.
+        ValueError: the text is not JSON in UTF-8, is nested too deeply, or holds a number or string that kvkeep never
+            writes.
     """
     try:
         found = json.loads(data.decode("utf-8-sig"))
@@ -192,7 +193,11 @@ def parse(data: bytes) -> Any:
 
 
 def _check_plain(value: object, room: int) -> None:
-    """Refuse values that JSON, a float or UTF-8 cannot hold, and nesting too deep for recursive functions.
+    """Refuse a value with parts that JSON, a float or UTF-8 cannot hold, or nested too deep for recursive functions.
+
+    Args:
+        value: a value as `json` reads it.
+        room: the levels that it may still have, itself included.
 
     Raises:
         ValueError: there is such a value.
@@ -235,7 +240,9 @@ def read_object(path: Path, remedy: str = "Remove it, or choose another `output`
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON holds it: null in place of NaN and infinity, lists for tuples, texts for keys."""
+    """Return a copy of a value as JSON holds it: ``None`` in place of NaN and infinity, lists for tuples, texts as
+    keys.
+    """
     if isinstance(value, dict):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -308,6 +315,8 @@ class Results:
     def locked(self) -> Iterator[None]:
         """Make the folder, and keep other runs out while the context lasts; a nested call does nothing.
 
+        Temporary files that a killed run left there are removed.
+
         Raises:
             InputError: another run is writing there, or the folder cannot be made.
         """
@@ -326,7 +335,8 @@ class Results:
                 self._locked = False
 
     def check_new(self) -> None:
-        """Refuse a folder without `MANIFEST` if it has a file that a run would overwrite.
+        """Refuse a folder that has a file which a run would overwrite. Call this where `MANIFEST` is missing: it is not
+        looked for.
 
         Raises:
             InputError: there is such a file.
@@ -338,7 +348,7 @@ class Results:
             )
 
     def write_bytes(self, name: str, data: bytes) -> Path:
-        """Write a file with `write_whole` and return its path.
+        """Write a file of the folder with `write_whole` and return its path.
 
         Raises:
             InputError: the file cannot be written; earlier results stay.
@@ -349,12 +359,12 @@ class Results:
 
     @property
     def safe(self) -> str:
-        """Return a sentence on the results that are safely on the disk. It may be empty."""
+        """Return a sentence on the results that are safely on the disk, for an error; empty if there is none to say."""
         return ""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raise an `InputError` in place of a failed write; it says what is safe and how to go on.
+        """Raise an `InputError` in place of an ``OSError`` in the context; it says what is safe and how to go on.
 
         Raises:
             InputError: something cannot be written.
@@ -403,17 +413,27 @@ def read_rows(
 
 
 def _is_torn(line: bytes, beginning: bytes) -> bool:
-    """Return whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
+    """Return whether the last line of a file, which is no row, may be one that was cut off: what is there of it begins
+    as rows begin. Zero bytes stand for what never reached the disk.
+
+    Args:
+        line: the line.
+        beginning: the first bytes of every row.
+    """
     written = line.rstrip(b"\0\n")
     # a run never writes an empty line, so one shows that the file was changed
     return line != b"\n" and beginning.startswith(written[: len(beginning)])
 
 
 def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
-    """Return the value of a line, and what is wrong with it (``None`` if nothing is).
+    """Return the JSON value of a line, and what is wrong with it (``None`` if nothing is).
 
     The value is ``None`` for a line that was cut off or is no JSON, and the line itself if `parse` refuses something in
     it.
+
+    Args:
+        line: the line, with its line break.
+        fault: returns what is wrong with an object that should be a row; ``None`` if nothing is.
     """
     try:
         row = parse(line) if line.endswith(b"\n") else None
@@ -425,7 +445,7 @@ def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[An
 
 
 class RowFile:
-    """A file of one JSON object per line. A line is on the disk before the next one is written.
+    """A file of one JSON object per line. What one call wrote is on the disk before the next one writes.
 
     Args:
         path: the file; it need not exist yet.
@@ -446,8 +466,8 @@ class RowFile:
 
     @contextmanager
     def locked(self) -> Iterator[IO[bytes]]:
-        """Open the file for writing, keep other writers out while the context lasts, and remove a last line that was
-        cut off.
+        """Yield the file, opened for appending, and keep other writers out while the context lasts. First remove a last
+        line that was cut off.
 
         Raises:
             InputError: another run is writing there, or see `read_rows`.
@@ -459,7 +479,7 @@ class RowFile:
             yield file
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Write rows, wait until they are on the disk, and return them as they will be read.
+        """Append rows to the file, wait until they are on the disk, and return them as they will be read.
 
         Raises:
             OSError: the rows cannot be written; all earlier ones are safe.
@@ -476,12 +496,13 @@ class RowFile:
 
         Raises:
             OSError: the rows cannot be written; the old ones stay.
+            ValueError: a number is not finite; see `finite`.
         """
         write_whole(self.path, map(as_line, rows))
 
 
 def as_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of a file.
+    """Return a row as a line of JSON, with a line break at its end.
 
     Raises:
         ValueError: a number is not finite; see `finite`.
@@ -518,26 +539,32 @@ class RowFolder(Results, abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Forget all rows, which are about to be read again."""
+        """Forget the rows in memory, which are about to be read from the file again."""
 
     @abc.abstractmethod
     def keep(self, row: dict[str, Any]) -> None:
-        """Take a row that is in the file."""
+        """Remember a row that was read from the file, or was just written to it."""
 
     @abc.abstractmethod
     def fault(self, row: dict[str, Any]) -> str | None:
-        """Return the defect of a row, as part of a sentence; ``None`` if it can be used."""
+        """Return what is wrong with an object that was read as a row, as part of a sentence; ``None`` if nothing is."""
 
     @abc.abstractmethod
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run with the run that the folder already holds, and return the description of both together.
+        """Compare a run with the run that the folder already holds, and return the description of both together, which
+        is then written to the folder.
+
+        Args:
+            manifest: the description of the new run.
 
         Raises:
             InputError: the folder holds results of another run.
         """
 
     def open(self, manifest: dict[str, Any]) -> None:
-        """Prepare the folder for more rows of a run. The folder has to be `locked`; its rows are read again.
+        """Prepare the folder for more rows of a run: write its description, lock the file of rows, read these again.
+
+        The folder has to be `locked`, whose end releases the file as well.
 
         Args:
             manifest: the description of the run.
@@ -552,7 +579,7 @@ class RowFolder(Results, abc.ABC):
             self._read()
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows and wait until they are on the disk.
+        """Append rows to the file, wait until they are on the disk, and `keep` them.
 
         Raises:
             InputError: the rows cannot be written; all earlier ones are safe.
@@ -563,7 +590,7 @@ class RowFolder(Results, abc.ABC):
             self.keep(row)
 
     def _read(self) -> None:
-        """Forget all rows, and keep those of the file."""
+        """Forget the rows in memory, and remember those that the file has now."""
         self.forget()
         for row in self._file.read():
             self.keep(row)
@@ -575,7 +602,7 @@ def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
     Args:
         folder: the folder.
         found: settings of the run there.
-        wanted: settings of the new run, as far as they are known.
+        wanted: settings of the new run, as far as they are known; others are not compared.
         names: settings that have to be the same: key → name in messages.
 
     Raises:
@@ -587,7 +614,7 @@ def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
 
 
 def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
-    """Raise the error for a folder of another run, which names a setting then and now."""
+    """Raise the `InputError` for a folder of another run, with what a setting was then and is now."""
     # with their types where these differ: 1 and "1" would look alike
     show = str if type(then) is type(now) else repr
     was, here = (text if len(text := show(value)) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…" for value in (then, now))
@@ -637,7 +664,7 @@ def whole_number(least: int | None = 0) -> ValueKind:
 
 
 def real_number(least: int | float = -math.inf, most: int | float = math.inf) -> ValueKind:
-    """Return the kind of finite numbers within a range."""
+    """Return the kind of finite numbers from ``least`` to ``most``."""
 
     def fits(value: object) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -659,7 +686,7 @@ def optional(kind: ValueKind) -> ValueKind:
 
 
 def list_of(kind: ValueKind, length: int | None = None) -> ValueKind:
-    """Return the kind of lists whose entries are of one kind, of any or of one length."""
+    """Return the kind of lists whose entries are all of one kind; ``length``: how many, ``None``: any number."""
 
     def fits(value: object) -> bool:
         return isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value))
@@ -688,6 +715,7 @@ OBJECT = ValueKind(lambda value: isinstance(value, dict), "an object")
 
 def first_fault(found: Mapping[str, Any], schema: Schema, of: str = "") -> str | None:
     """Return what is wrong with the first entry that is missing or of the wrong kind; ``None`` if all are right.
+    Entries that the schema does not name may be anything.
 
     The answer is part of a sentence. A name such as ``a.b`` stands for the entry ``b`` of the mapping ``a``.
 

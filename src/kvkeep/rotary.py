@@ -46,21 +46,23 @@ class Rotation:
     _orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """Return the vectors rotated to their positions."""
+        """Return vectors rotated to their positions, and scaled. Padding (position -1) counts as position 0."""
         first, second, rest = self._split(x)
         cos, sin = self._wide(self.angles(positions, x.dtype))
         return self._joined([first * cos - second * sin, second * cos + first * sin, *rest]).to(x.dtype)
 
     def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
-        """Return rotated vectors as they would be ``by`` positions later; their lengths stay the same."""
+        """Return rotated vectors as they would be ``by`` positions later, one number for each head; they are not scaled
+        again.
+        """
         first, second, rest = self._split(x)
         angles = by[:, :, None, None].float() * self.on(x.device)
         cos, sin = angles.cos(), angles.sin()
         return self._joined([first * cos - second * sin, second * cos + first * sin, *rest]).to(x.dtype)
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """Return the vectors without the rotation of `apply`, with cosine and sine rounded exactly as the model
-        rounds them.
+        """Return rotated and scaled vectors as they were before `apply`, with cosine and sine rounded exactly as the
+        model rounds them.
 
         At position four million float32 angles are off by a quarter of a radian. With equal rounding the error cancels.
         """
@@ -69,7 +71,7 @@ class Rotation:
     def unrotated(
         self, query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], positions: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hk T D"]]:
-        """Return new queries and keys without the rotation to their true positions."""
+        """Return a step's new queries and keys as they were before the rotation to their positions, see `undo`."""
         # a single token on a CPU: all layers of the step share its angles, and queries and keys take one call
         if positions.shape[1] > 1 or not positions.is_cpu:
             return self.undo(query, positions[:, None]), self.undo(keys, positions[:, None])
@@ -84,7 +86,9 @@ class Rotation:
         positions: Int[Tensor, "B #Hk S"],
         new: Int[Tensor, "B T"],
     ) -> tuple[Tensor, Tensor]:
-        """Return unrotated queries and keys rotated to the ranks of their tokens in each KV head.
+        """Return unrotated queries and keys rotated to the ranks of their tokens: 0 is the oldest that a KV head holds.
+
+        A query has the rank that its own token has in the KV head of its group.
 
         Args:
             query: new queries.
@@ -101,14 +105,16 @@ class Rotation:
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
     def table(self, n: int, dtype: torch.dtype) -> Float[Tensor, "m F2"]:
-        """Return the cosines and sines of positions 0 to at least ``n - 1``, on the CPU. They are cached."""
+        """Return a line of `angles` for each of positions 0 to at least ``n - 1``, on the CPU. The table is cached."""
         known = self._tables.get(dtype)
         if known is None or len(known) < n:
             self._tables[dtype] = known = self.angles(torch.arange(n), dtype)
         return known
 
     def angles_now(self, positions: Int[Tensor, "B 1"], dtype: torch.dtype) -> Float[Tensor, "B F2"]:
-        """Return `angles` of positions on the CPU. The last result is cached, as all layers of a step ask for it."""
+        """Return `angles` of one position per row, on the CPU. The last result is cached: all layers of a step ask for
+        the same.
+        """
         # read from memory as bytes: `tolist` would be a wait, which a graph cannot have
         held = positions.contiguous()
         known, asked = self._latest.get(dtype), ctypes.string_at(held.data_ptr(), held.nbytes)
@@ -117,7 +123,9 @@ class Rotation:
         return known[1]
 
     def angles(self, positions: Int[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A F2"]:
-        """Return the cosines, then the sines, rounded to a dtype. Padding (position -1) counts as position 0."""
+        """Return for each position the scaled cosines of all pairs, then their sines, rounded to a dtype. Padding
+        (position -1) counts as position 0.
+        """
         angles = positions.clamp(min=0)[..., None].float() * self.on(positions.device)
         return (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.scaling).to(dtype)
 
@@ -135,14 +143,16 @@ class Rotation:
         return self._there[device]
 
     def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the two halves that rotate against each other, and the other dims, in float32 or wider."""
+        """Return the first dims of all pairs, the second dims, and a list with the dims that do not rotate, empty if
+        there are none; in float32 or wider.
+        """
         half = len(self.frequencies)
         x = self.paired(x).to(torch.promote_types(x.dtype, torch.float32))
         rest = x[..., 2 * half :]
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
 
     def _joined(self, parts: list[Tensor]) -> Float[Tensor, "B H T D"]:
-        """Return the parts of `_split` as vectors whose dims are in the model's order."""
+        """Return the parts of `_split`, here in one list, as vectors whose dims are in the model's order again."""
         x = torch.cat(parts, dim=-1)
         return x if self.dims is None else x.index_select(-1, self._order(x)[1])
 
@@ -157,7 +167,7 @@ class Rotation:
         return self._orders[key]
 
     def _undone(self, x: Float[Tensor, "B H T D"], angles: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T D"]:
-        """Return vectors without a rotation that is given by its cosines and sines."""
+        """Return vectors without a rotation, and its scaling, that is given by its cosines and sines."""
         (first, second, rest), (cos, sin) = self._split(x), angles
         # rounded and scaled, cosine and sine are no unit vector: the inverse divides by its squared length
         size = cos * cos + sin * sin
@@ -165,7 +175,7 @@ class Rotation:
         return self._joined([*unturned, *rest]).to(x.dtype)
 
     def _wide(self, angles: Float[Tensor, "*A F2"]) -> tuple[Float[Tensor, "*A F"], Float[Tensor, "*A F"]]:
-        """Return the cosines and the sines, in float32 or wider."""
+        """Return the cosines and the sines in `angles` apart, in float32 or wider."""
         cos, sin = angles.to(torch.promote_types(angles.dtype, torch.float32)).chunk(2, dim=-1)
         return cos, sin
 
@@ -190,7 +200,9 @@ class TextRotation:
     lengths: Int[Tensor, " B"]
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """Return the vectors without their rotation, see `Rotation.undo`."""
+        """Return vectors as they were before their rotation, see `Rotation.undo`: each by the frequencies of its text
+        when the token was read.
+        """
         ends = torch.maximum(positions + 1, self.lengths.to(positions)[:, None, None])
         return self._either(ends[..., None], self.short.undo(x, positions), self.long.undo(x, positions))
 
@@ -220,11 +232,16 @@ class TextRotation:
         return self.short.scaling
 
     def paired(self, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
-        """Return the vectors with rotated pairs in two halves, see `Rotation.paired`."""
+        """Return vectors with the first dims of all rotated pairs in front, then the second ones, then the others."""
         return self.short.paired(x)
 
     def _either(self, ends: Int[Tensor, "*n"], short: Tensor, long: Tensor) -> Tensor:
-        """Return ``long`` where a token's text has more than `longest` tokens, elsewhere ``short``."""
+        """Return ``long`` where a token's text has more than `longest` tokens, elsewhere ``short``.
+
+        Args:
+            ends: tokens of each token's text, in a shape that broadcasts with the vectors.
+            short, long: vectors by the frequencies of short and of long texts.
+        """
         return torch.where(ends > self.longest, long, short)
 
 
@@ -247,7 +264,7 @@ def reading(lengths: Int[Tensor, "n T"] | None) -> Iterator[None]:
 
 
 def lengths_read() -> Int[Tensor, "n T"] | None:
-    """Return what the innermost `reading` has told."""
+    """Return the lengths of texts that the innermost `reading` around this call was given; ``None`` outside of any."""
     return _lengths.get()
 
 

@@ -220,7 +220,11 @@ class View:
 
     @functools.cached_property
     def unrotated(self) -> Float[Tensor, "B Hk S D"]:
-        """Return the unrotated keys, for a policy that names `unrotates`. Empty slots hold arbitrary values."""
+        """Return the keys of all slots as they were before rotation, for a policy that names `unrotates`.
+
+        They are the keys themselves if they are not rotated, or the model has no rotary embedding. Empty slots hold
+        arbitrary values.
+        """
         if self.rotation is None or not self.turned:
             return self.keys
         shared = self.positions.stride(1) == 0  # all heads hold the same tokens, as before a prompt's first cut
@@ -228,7 +232,7 @@ class View:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether the new tokens were generated."""
+        """Return whether this step's new tokens were generated, and are no prompt's."""
         return self.phase is Phase.DECODE
 
     @property
@@ -315,5 +319,5 @@ class MemoryUsage:
 
     @property
     def compression(self) -> float:
-        """Return the full bytes per allocated byte, e.g. 4.0 for a quarter of the memory; 1.0 if nothing is."""
+        """Return the full bytes per allocated byte, e.g. 4.0 for a quarter of the memory; 1.0 if none is."""
         return self.full_bytes / self.allocated_bytes if self.allocated_bytes else 1.0

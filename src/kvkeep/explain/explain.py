@@ -168,7 +168,8 @@ def check(
     prefill_chunk: int | None,
     max_new_tokens: int,
 ) -> ExplainArguments:
-    """Return the arguments of `explain` after the checks that need no model.
+    """Return the arguments of `explain`, checked as far as no model is needed; policies are parsed, and those of the
+    case stand in for ``None``.
 
     Raises:
         KVKeepError: see `explain`.
@@ -200,10 +201,11 @@ def check(
 
 @contextmanager
 def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Checkpoint]]:
-    """Attach the model while the context lasts, and yield it with its checkpoint. A name is loaded first.
+    """Attach the model while the context lasts, and yield it with its checkpoint. A name, or ``None`` for the embedded
+    model, is loaded first.
 
     Raises:
-        InputError: a loaded model comes without its tokenizer.
+        InputError: ``model`` is a model, and ``tokenizer`` is ``None``.
     """
     name = "the embedded model" if model is None else str(model)
     if model is None or isinstance(model, str | os.PathLike):
@@ -225,7 +227,7 @@ def _joined(text: str, question: str, *, strip: bool) -> str:
         strip: drop white space around the text.
 
     Raises:
-        InputError: the text cannot be read.
+        InputError: one of them is no text, or the text is empty or has a zero byte.
     """
     if not isinstance(text, str) or not isinstance(question, str):
         raise InputError("`text` and `question` are texts, in UTF-8.")
@@ -241,7 +243,15 @@ def _joined(text: str, question: str, *, strip: bool) -> str:
 def _prompt(
     checkpoint: Checkpoint, model: Any, message: str, text: str, asked: ExplainArguments, *, raw: bool
 ) -> tuple[ExplainPrompt, list[str]]:
-    """Return the prompt, and remarks on how it is read.
+    """Return the prompt, encoded and divided into the pieces in which it is read, and remarks on that for the page.
+
+    Args:
+        checkpoint: the model's.
+        model: the model.
+        message: text and question.
+        text: the text alone.
+        asked: the arguments.
+        raw: leave the chat template out.
 
     Raises:
         InputError: the text is too short or too long.
@@ -272,7 +282,9 @@ def _prompt(
 
 
 def _in_chunks(tokens: int, chunk: int | None) -> list[int]:
-    """Return the sizes of the chunks of so many tokens; a single one if ``chunk`` is ``None``."""
+    """Return the sizes of the pieces of at most ``chunk`` tokens into which so many tokens are divided; a single one if
+    ``chunk`` is ``None``.
+    """
     if chunk is None:
         return [tokens]
     return [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
@@ -329,15 +341,15 @@ def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, 
 
 
 def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
-    """Return the share of tokens that two answers have in common, position by position."""
+    """Return the share of positions at which two answers have the same token, of all positions of the longer one."""
     # over the longer one, so that a missing end counts as different
     return sum(a == b for a, b in zip(ids, answer, strict=False)) / max(len(ids), len(answer))
 
 
 def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
-    """Return the index of the first token of ``ids`` that differs from the answer's; ``None`` if there is none.
+    """Return the index of the first token of ``ids`` that differs from the answer's; ``None`` if both are equal.
 
-    Where one of both ends earlier, they differ there.
+    Where one of both ends earlier, they differ there; if that is ``ids``, its last token is named.
     """
     # an answer that ends earlier than the other differs where it ends: its last token is named
     differ = (index for index, (a, b) in enumerate(zip_longest(ids, answer)) if a != b)

@@ -36,13 +36,15 @@ MOST_MOMENTS = 254
 
 
 def moments(dropped: Tensor) -> dict[str, Any]:
-    """Return the moments of drops as a table of one byte each; `HELD` where a token was not dropped."""
+    """Return the moments at which tokens were dropped as a table of one byte each; numbers below 0, which stand for
+    tokens that were not, become `HELD`.
+    """
     return _table("uint8", dropped.masked_fill(dropped < 0, HELD).to(torch.uint8))
 
 
 def shades(values: Tensor) -> dict[str, Any]:
     """Return numbers of 0 or more as a table of one byte each: the square root of the share of the largest, in 255
-    steps.
+    steps. The largest stands beside them, as ``largest``.
     """
     most = float(values.max()) if values.numel() else 0.0
     # some rows at a time, since the numbers in float64 take eight times the bytes of the table
@@ -64,7 +66,10 @@ def whole_numbers(values: Tensor) -> dict[str, Any]:
 
 
 def unpacked(table: dict[str, Any]) -> Tensor:
-    """Return a table's numbers: the inverse of the functions above, up to their rounding."""
+    """Return the numbers of a table of `moments`, `shades`, `short_floats` or `whole_numbers`, up to their rounding.
+
+    `HELD` is left as it is.
+    """
     # a bytearray, since torch warns of a buffer that cannot be written
     data = bytearray(zlib.decompress(base64.b64decode(table["data"])))
     kinds = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "int32": torch.int32}
@@ -93,15 +98,15 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file of the page: a style, a script, or the page without its parts."""
+    """Return the text of a file in the folder of the page's parts: a style, a script, or the page without them."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the whole HTML page.
+    """Return the whole HTML page of a record, with its style, scripts and data.
 
     Args:
-        data: the content of the JSON.
+        data: the record as plain data, see `Explanation.data`.
     """
     packed = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     for letter, escape in _UNSAFE.items():
@@ -153,10 +158,10 @@ def check(folder: Path, *, overwrite: bool) -> None:
 def write(found: Explanation, folder: Path, *, moment: int, token: int | None, overwrite: bool) -> list[Path]:
     """Write the pictures of a record into a folder, which is made if need be; return the paths.
 
-    See `Explanation.draw`.
+    The arguments are those of `Explanation.draw`.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: see `Explanation.draw`.
     """
     pictures = dict(zip(FILES, (strips(found, moment), times(found), lost(found)), strict=True))
     if token is not None:
@@ -170,8 +175,8 @@ def write(found: Explanation, folder: Path, *, moment: int, token: int | None, o
 
 
 def strips(found: Explanation, moment: int = -1) -> list[Heat]:
-    """Return maps of the tokens that each head holds at a moment: a line for each head, 100 where it holds the
-    token.
+    """Return for each run a map of the tokens that each head holds after a moment: a line for each head, 100 where it
+    holds the token, else 0; NaN for tokens that were not read yet.
 
     Args:
         found: the record.
@@ -201,14 +206,16 @@ def times(found: Explanation) -> list[Heat]:
 
 
 def lost(found: Explanation) -> list[Heat]:
-    """Return maps of the lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
+    """Return for each run a map of the share of attention that each head lost, in percent, as the mean over the
+    answer's tokens: layers down, KV heads across.
+    """
     moments = len(found.prompt_ends)  # those of the prompt are left out
     return _maps(found, "Lost mass, %", lambda run: run.missed.lost[moments:].mean(dim=0))
 
 
 def lives(found: Explanation, token: int) -> list[Heat]:
-    """Return maps of how long each head held a token: the share of the moments since it was read; 100: it is still
-    held.
+    """Return for each run a map of how long each head held a token: the percentage of the moments since it was read,
+    100 where it is still held. Layers are down, KV heads across.
 
     Args:
         found: the record.
@@ -219,7 +226,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
     """
 
     def share(run: PolicyRun) -> Float[Tensor, " H"]:
-        """Return the share of the moments since the token was read in which each head held it."""
+        """Return in which share of a run's moments since the token was read each head held it."""
         position = _index(token, run.ledger.read, "token")
         first = next(now for now in range(run.ledger.moments) if position < found.read(now))
         dropped = run.ledger.dropped[:, position]
@@ -244,9 +251,14 @@ def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor
 
 
 def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Tensor, " n"]]) -> Heat:
-    """Return a map of shares over positions.
+    """Return a map of shares over positions, in percent.
 
     A column is the mean of several positions if there are too many of them.
+
+    Args:
+        title, y_label: words of the map.
+        names: of the lines.
+        shares: each line's shares, by position; NaN is left out of means.
     """
     lines, step = list[list[float]](), 1
     for share in shares:
@@ -301,7 +313,7 @@ class PolicyRun:
     parting: int | None
 
     def data(self) -> dict[str, Any]:
-        """Return the run as plain data."""
+        """Return the run as plain data for JSON, its tensors as tables."""
         # the tables have room for the longest answer; this one may be shorter
         ledger, ids, n = self.ledger, self.ledger.answered, self.ledger.read
         return {
@@ -366,7 +378,7 @@ class Explanation:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Return the content of the JSON."""
+        """Return the whole record as plain data, the content of the JSON."""
         return {
             "schema": SCHEMA,
             "kvkeep": __version__,
@@ -422,7 +434,7 @@ class Explanation:
         return write(self, Path(folder), moment=moment, token=token, overwrite=overwrite)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for notebooks."""
+        """Return the record's page as HTML in a frame, which notebooks show."""
         style = "width:100%;height:800px;border:0"
         name = "What the cache kept"
         return f'<iframe title="{name}" style="{style}" srcdoc="{html.escape(self.to_html())}"></iframe>'

@@ -92,16 +92,16 @@ class Ledger:
         return len(self.mass)
 
     def lacks(self, moment: int) -> Bool[Tensor, "H n"]:
-        """Return which tokens each head had dropped when a moment began."""
+        """Return a mask of the tokens that each head had dropped in earlier moments, before this one began."""
         return (self.dropped >= 0) & (self.dropped < moment)
 
     def note(self, watches: dict[int, BoundedAttention], heard: dict[int, Heard], last: int) -> None:
         """Add a moment: what the layers' heads dropped, scored and received in a step.
 
         Args:
-            watches: the layers after the step.
-            heard: scores of layers in which tokens competed.
-            last: tokens read so far.
+            watches: the layers after the step, by number.
+            heard: scores of layers in which tokens competed, by number.
+            last: tokens read so far, with those of this step.
         """
         self.read = last
         received = torch.cat([watch.sums.mass for watch in watches.values()]).cpu()
@@ -120,14 +120,18 @@ class Ledger:
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
     def choose(self, watches: dict[int, BoundedAttention]) -> None:
-        """Add the attention of the newest query, which chooses the next token of the answer. Call it after `note`."""
+        """Add the attention of the newest query, which chooses the next token of the answer, averaged over all heads.
+        Call it after `note`.
+        """
         rows = torch.cat([watch.sums.newest for watch in watches.values()]).cpu()
         self.rows.append(rows.mean(dim=0))
 
     def _compared(
         self, watches: dict[int, BoundedAttention], heard: dict[int, Heard]
     ) -> tuple[Float[Tensor, "H n"], Bool[Tensor, "H n"]]:
-        """Return the scores by position, NaN where there is none, and a mask of the tokens that were not protected."""
+        """Return each head's scores by position, NaN where there is none, and a mask of the tokens that were compared
+        and not protected.
+        """
         length, scores, free = self.total.shape[1], [], []
         for number, watch in watches.items():
             heads = watch.held.shape[0]
@@ -166,7 +170,7 @@ class ExplainPrompt:
         return len(self.ids) + self.new_tokens
 
     def chunks(self) -> list[Int[Tensor, " T"]]:
-        """Split the prompt into the chunks in which it is read."""
+        """Return the tokens of the prompt in the pieces in which it is read, of `sizes`, as views."""
         return list(self.ids.split(list(self.sizes)))
 
 
@@ -195,11 +199,13 @@ class WorkDone:
             self._all += self._of(size, end) + sum(self._of(size, 2 * min(end, room + size)) for room in rooms)
 
     def _of(self, tokens: int, seen: int) -> int:
-        """Return the products of reading ``tokens``, each of which attends to ``seen`` tokens."""
+        """Return how many products of numbers it takes to read ``tokens``, each of which attends to ``seen`` tokens."""
         return tokens * (self._weights + self._pair * seen)
 
     def add(self, tokens: int, seen: int) -> None:
-        """Add the work of reading tokens, each of which attended to ``seen`` tokens, and report the share done."""
+        """Add the work of reading so many tokens, each of which attended to ``seen`` tokens, and report the share done,
+        at most 1.
+        """
         self._done += self._of(tokens, seen)
         self._progress(min(1.0, self._done / self._all))
 
@@ -257,7 +263,7 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
 
 
 def _budgets(cache: BoundedCache) -> list[int]:
-    """Return the budget of each head, as it is at the end."""
+    """Return the slots that may stay occupied now in each KV head of a cache's first row, layer by layer."""
     found = []
     for layer in cache.bounded_layers().values():
         heads = layer.store.positions.shape[1]
@@ -324,7 +330,13 @@ def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, los
 
 
 def _lost(mass: Float[Tensor, "H n"], ledger: Ledger, moment: int) -> Float[Tensor, " H"]:
-    """Return the share of attention that falls on tokens that each head had dropped when a moment began."""
+    """Return by head the share of attention that falls on tokens that the head had dropped when a moment began.
+
+    Args:
+        mass: the full cache's attention in the moment.
+        ledger: the bounded run, which says what was dropped.
+        moment: the moment's number.
+    """
     return (mass * ledger.lacks(moment)).sum(dim=-1) / mass.sum(dim=-1)
 
 
@@ -347,11 +359,12 @@ class Heard:
 
 
 def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
-    """Return the same policy with a listener to its scores. Fused kernels, which ask for no scores, do not run it.
+    """Return a copy of a policy that decides as it does, and shows its scores. Fused kernels, which ask for no scores,
+    do not run it.
 
     Args:
         policy: the policy.
-        take: called with a layer's number and its scores.
+        take: called with a layer's number and its scores, each time that the layer asks for them.
     """
     kind = type(policy)
 
@@ -378,7 +391,8 @@ _HALF = "\ufffd"
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return each token's text, special ones too. A character of several tokens belongs to the last of them.
+    """Return each token's text, special ones too. A character of several tokens belongs to the last of them, and the
+    others are empty.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -399,7 +413,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of tokens as it is: special tokens shown, spaces left alone."""
+    """Return the text of tokens as it is: special tokens shown, spaces left alone; empty for no tokens."""
     if not ids:
         return ""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

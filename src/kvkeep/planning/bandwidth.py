@@ -42,7 +42,7 @@ class Bandwidth:
 
     @property
     def best(self) -> float:
-        """Return the larger of the read and copy bandwidths."""
+        """Return the larger of the read and copy bandwidths, in bytes per second."""
         return max(self.read, self.copy)
 
 
@@ -74,7 +74,8 @@ def measure_products(
     size_bytes: int = BUFFER_BYTES,
     repeats: int = PRODUCTS,
 ) -> float:
-    """Measure how fast a step's rows are multiplied with weights, with torch's threads.
+    """Measure how fast a step's rows are multiplied with weights, with torch's threads: by torch, or by the native
+    kernels where there are some and they are faster.
 
     Args:
         device: where the weights are.
@@ -111,7 +112,7 @@ def measure_products(
 
 
 def _room_for(size_bytes: int) -> str:
-    """Return a sentence on what to do if a measurement finds too little memory."""
+    """Return a sentence on what to do if a measurement finds too little memory, for so many bytes of buffers."""
     return f"A measurement takes {show_bytes(size_bytes)}: end what fills the memory, or give a bandwidth instead."
 
 

@@ -69,7 +69,9 @@ class LayerShape:
         return self.kv_heads * sum(dim * bits // 8 + _HALF * scale_halves(dim, bits) for dim, bits in pairs)
 
     def transform_bytes(self, kv_bits: str | None) -> int:
-        """Return the bytes of a row's tensors of `kvkeep.kv.slot_codec.KeyTransform`, which keys in 4 bits have."""
+        """Return the bytes of a row's tensors of `kvkeep.kv.slot_codec.KeyTransform` in all heads of the layer; 0
+        unless keys have 4 bits.
+        """
         each = 1 + _FLOAT32 * n_normals(self.key_dim)
         return self.kv_heads * self.key_dim * each if transforms_keys(kv_bits) else 0
 
@@ -79,7 +81,10 @@ class LayerShape:
 
 
 def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
-    """Return the bytes of one row in a full cache; a layer with a sliding window holds at most the window."""
+    """Return the bytes of one row of so many tokens in a full cache, all layers together.
+
+    A layer with a sliding window holds at most the window. ``itemsize``: bytes of a number in keys and values.
+    """
     return sum(
         (tokens if layer.window is None else min(tokens, layer.window)) * layer.token_bytes(itemsize)
         for layer in layers
@@ -126,9 +131,9 @@ def joint_bytes(
     per_head: int = 0,
     kv_bits: str | None = None,
 ) -> int:
-    """Return the bytes of one row if the heads of all layers share one pool.
+    """Return the bytes that kvkeep allocates for one row in all these layers, if their heads share one pool.
 
-    The arguments are those of `block_bytes`.
+    The arguments are those of `block_bytes`; ``budget`` is the mean of all heads.
 
     Raises:
         UnsupportedOperationError: the layers' heads have different shapes.
@@ -168,7 +173,9 @@ class Experts:
     used: int = 1
 
     def touched(self, rows: int) -> float:
-        """Return the expected number of parameters that a decode step reads, if tokens choose their experts evenly."""
+        """Return the number of the experts' parameters that a decode step of so many rows is expected to read, if
+        tokens choose their experts evenly.
+        """
         return self.parameters * (1.0 - (1.0 - self.used / self.count) ** rows)
 
 
@@ -214,15 +221,22 @@ class ModelShape:
     experts: Experts = Experts()
 
     def read(self, rows: int) -> float:
-        """Return the number of parameters that a decode step of these rows reads."""
+        """Return the number of parameters that a decode step of so many rows is expected to read.
+
+        Tables that are only looked up are left out, and of experts those count that some token chooses.
+        """
         return self.parameters - self.looked_up - self.experts.parameters + self.experts.touched(rows)
 
     def activation_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of a layer's largest tensors: two of the hidden size, three of the widest activation."""
+        """Return the bytes of the activations of so many tokens in a layer: two of the hidden size, three of the widest
+        activation, with ``itemsize`` bytes a number.
+        """
         return tokens * (2 * self.hidden + 3 * self.widest) * itemsize
 
     def logits_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the logits after one row's last token, and of their float32 copy."""
+        """Return the bytes of the logits after one row's last token, with ``itemsize`` bytes a number, and of their
+        float32 copy.
+        """
         return self.vocabulary * (itemsize + _FLOAT32)
 
 
@@ -245,8 +259,8 @@ class Workspace:
     decoded: int = 0
 
     def slot_bytes(self, layer: LayerShape) -> int:
-        """Return the bytes that a layer needs for every slot while it ranks slots, rotates keys and decodes
-        quantized slots.
+        """Return the working memory, in bytes, that a layer needs for each slot (of all heads) while it ranks slots,
+        rotates keys and decodes quantized slots.
         """
         copies = layer.token_bytes(self.decoded) + layer.kv_heads * layer.key_dim * _FLOAT32 if self.decoded else 0
         return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0)) + copies
@@ -270,7 +284,7 @@ def prompt_bytes(
     """
     layers = []
     for layer, budget in zip(model.layers, budgets, strict=True):
-        joined = 0 if fresh else tokens + budget + 1
+        joined = 0 if fresh else tokens + budget + 1  # + 1 here and below: a block has a slot more than its budget
         kept = min(budget + 1, joined or tokens)
         seen = joined or tokens
         layers.append(
@@ -284,7 +298,10 @@ def prompt_bytes(
 
 
 def step_bytes(model: ModelShape, budgets: Sequence[int], itemsize: int, *, workspace: Workspace) -> int:
-    """Return the working memory, in bytes, of one row in a decode step of a bounded cache."""
+    """Return the working memory, in bytes, of one row in a decode step of a bounded cache.
+
+    The arguments are those of `prompt_bytes`.
+    """
     slots = [budget + 1 for budget in budgets]
     layers = [
         min(n, workspace.widened_slots) * layer.widened_bytes(itemsize) + n * workspace.slot_bytes(layer)
@@ -295,13 +312,17 @@ def step_bytes(model: ModelShape, budgets: Sequence[int], itemsize: int, *, work
 
 
 def full_prompt_bytes(model: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the working memory of a prompt's step with a full cache whose attention needs none of its own."""
+    """Return the working memory, in bytes, of a step that feeds prompt tokens to a full cache, whose attention needs
+    none of its own: activations, the new keys and values of the largest layer, and the last logits.
+    """
     new = tokens * max(layer.token_bytes(itemsize) for layer in model.layers)
     return model.activation_bytes(tokens, itemsize) + new + model.logits_bytes(itemsize)
 
 
 def full_step_bytes(model: ModelShape, itemsize: int) -> int:
-    """Return the working memory of a row's decode step with a full cache whose attention needs none of its own."""
+    """Return the working memory, in bytes, of one row in a decode step of a full cache, whose attention needs none of
+    its own: activations and logits.
+    """
     return model.activation_bytes(1, itemsize) + model.logits_bytes(itemsize)
 
 
@@ -329,28 +350,32 @@ class Cost:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights."""
+        """Return the bytes of all weights: the known ones, else those that are counted."""
         return self._counted_bytes if self.known_bytes is None else self.known_bytes
 
     @property
     def _counted_bytes(self) -> int:
-        """Return the bytes of the weights: packed ones as packed, the rest in the dtype of weights."""
+        """Return the bytes of all weights as counted: packed ones as packed, the rest in the dtype of weights."""
         return (self.model.parameters - self.packed.parameters) * self.weight_itemsize + self.packed.size
 
     def peak_bytes(self, rows: int) -> int:
-        """Return the most bytes that exist at once with this number of rows."""
+        """Return the most bytes that exist at once with so many rows: weights, rows, and the working memory of the
+        prompt's step or of a decode step, whichever is more.
+        """
         return self.weight_bytes + rows * self.row_bytes + max(self.prompt_bytes, rows * self.step_bytes)
 
     def most_rows(self, memory_bytes: int) -> int:
-        """Return the number of rows that fit into a memory, weights and working memory included; 0 if none does."""
+        """Return the largest number of rows that fit into a memory, with weights and working memory; 0 if none does."""
         return bisect.bisect_right(range(1, memory_bytes // self.row_bytes + 1), memory_bytes, key=self.peak_bytes)
 
     def read_bytes(self, rows: int) -> float:
-        """Return the bytes that a decode step reads: the weights that it uses, once, and every row's cache."""
+        """Return the bytes that a decode step of so many rows reads: the weights it uses, once, and each row's
+        cache.
+        """
         return self._read_weights(rows) + rows * self.row_bytes
 
     def tokens_per_s(self, rows: int, bandwidth: float, products: float | None = None) -> float:
-        """Return the tokens per second of all rows together.
+        """Return the tokens per second of all rows together, if reading weights and caches is all that takes time.
 
         Args:
             rows: number of rows.

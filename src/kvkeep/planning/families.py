@@ -35,7 +35,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a finite number above 0."""
+    """Return whether a value is a number above 0 and not too large (2^30)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST
 
 
@@ -45,7 +45,7 @@ def _is_share(value: object) -> bool:
 
 
 def _is_float(value: object) -> bool:
-    """Return whether a value is a finite number above 0 that is written with a point."""
+    """Return whether a value is a float, written with a point, above 0 and not too large (2^30)."""
     # transformers refuses a whole number in these fields
     return isinstance(value, float) and 0 < value < _MOST
 
@@ -100,10 +100,10 @@ class _Fields:
         self.found = found
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a positive number; the default where it is missing.
+        """Return a field that holds a positive whole number; the default where it is missing.
 
         Raises:
-            _Unknown: the value is no positive number, or too large.
+            _Unknown: the value is no such number or too large, or it is missing and there is no default.
         """
         value = self.found.get(name, default)
         if type(value) is not int or not 0 < value < _MOST:
@@ -111,7 +111,7 @@ class _Fields:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return whether something is switched on; the default where it is missing.
+        """Return a field that is true or false; the default where it is missing.
 
         Raises:
             _Unknown: the value is neither true nor false.
@@ -122,11 +122,15 @@ class _Fields:
         return value
 
     def window(self, default: int | None) -> int | None:
-        """Return the sliding window; ``None`` for full attention."""
+        """Return the field of the sliding window, the default where it is missing; ``None`` for full attention.
+
+        Raises:
+            _Unknown: the value is no positive whole number.
+        """
         return None if self.found.get("sliding_window", default) is None else self.number("sliding_window", default)
 
     def types(self, default: list[str]) -> list[str]:
-        """Return the kind of attention of each layer.
+        """Return the kind of attention of each layer, `_FULL` or `_SLIDING`; the default where the file names none.
 
         Raises:
             _Unknown: the file names kinds that are not known, or not one for each layer.
@@ -159,12 +163,17 @@ class _Counted(NamedTuple):
 
 
 def _all(layers: int, kind: str) -> list[str]:
-    """Return one kind of attention for all layers."""
+    """Return a list of one kind of attention for so many layers."""
     return [kind] * layers
 
 
 def _windows(of: _Fields, types: list[str], window: int | None) -> list[int | None]:
-    """Return the sliding window of each layer, from the kinds of attention that the family has by default.
+    """Return the sliding window of each layer; ``None``: full attention.
+
+    Args:
+        of: the fields.
+        types: the kind of attention of each layer where the file names none.
+        window: the window of layers that slide.
 
     Raises:
         _Unknown: windows slide without a size.
@@ -188,7 +197,7 @@ def _gated(  # noqa: PLR0913  what the families differ in
     wide_norms: bool = False,
     fused: bool = False,
 ) -> _Counted:
-    """Count a decoder with gated feed-forward layers and grouped heads.
+    """Count the matrices and other numbers of a decoder with gated feed-forward layers and grouped heads.
 
     Args:
         of: the fields.
@@ -236,7 +245,7 @@ def _mistral(of: _Fields) -> _Counted:
 
 
 def _qwen_windows(of: _Fields) -> list[int | None]:
-    """Return the windows of a Qwen, of which hardly any slides: its file has a window that it does not use.
+    """Return the windows of a Qwen's layers, all ``None``: its file has a window that hardly any model uses.
 
     Raises:
         _Unknown: the model uses its window, or a field is unusual.
@@ -398,7 +407,8 @@ _FAMILIES = {
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:
-    """Return a model's shapes, without its weights and its tokenizer.
+    """Return a model's shapes and limits, from its configuration alone: counted for known families, else built without
+    memory for weights.
 
     Args:
         name_or_path: a hub name, a folder with a config.json, or the path of such a file or of a GGUF file.
@@ -440,6 +450,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     Raises:
         _Unknown: there is none, or it is a GGUF file, too large or no JSON object.
+        ValueError: it is no JSON.
     """
     if path.is_dir() and any(path.glob("*.gguf")):
         raise _Unknown
@@ -454,6 +465,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _count(path: Path, found: Mapping[str, Any]) -> Outline:
     """Return the shapes of a model of a known family.
+
+    Args:
+        path: its folder or configuration file.
+        found: the fields of the configuration.
 
     Raises:
         _Unknown: the family, a field or a value is not known here.
@@ -498,7 +513,7 @@ def _count(path: Path, found: Mapping[str, Any]) -> Outline:
 
 
 def _dtype(found: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the checkpoint; ``None`` if the file does not say.
+    """Return the dtype of the checkpoint that a configuration names; ``None`` if it does not say.
 
     Raises:
         _Unknown: it is none of float32, float16 and bfloat16, or the file has both names of it.
@@ -511,7 +526,9 @@ def _dtype(found: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _is_rope(value: object) -> bool:
-    """Return whether a value describes a rotary embedding in a known way: one for all layers, or one for each kind."""
+    """Return whether a value of a configuration describes a rotary embedding in a known way: one for all layers, or one
+    for each kind of attention; ``None`` passes.
+    """
     if value is None:
         return True
     if not isinstance(value, dict):

@@ -43,7 +43,9 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
-    """Return how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
+    """Return how a configuration says that weights are stored; ``None`` if they are not quantized, or by a method whose
+    bytes are not known here.
+    """
     fields = _fields(config)
     if not isinstance(fields, Mapping):
         return None
@@ -73,7 +75,7 @@ def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
 
 
 def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the matrices that a scheme quantizes, and whether each belongs to the experts of a fused layer."""
+    """Yield the weights of a model that a scheme quantizes, and whether each is a stack of experts, with three axes."""
     head = model.get_output_embeddings()
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
@@ -101,14 +103,16 @@ def _fields(config: PreTrainedConfig) -> Any:
 
 
 def _number(fields: Mapping[str, Any], key: str, default: int) -> int:
-    """Return a number of the configuration; the default where it is missing or makes no sense."""
+    """Return a field that holds a whole number; the default where it is missing or makes no sense: below -1, or above a
+    million.
+    """
     found = fields.get(key)
     return found if type(found) is int and -1 <= found <= _MOST else default
 
 
 def _group(fields: Mapping[str, Any], default: int) -> tuple[int, int]:
-    """Return rows and columns of a group that shares a scale: ``group_size`` columns of one row. -1 is the whole
-    row.
+    """Return rows and columns of a group that shares a scale: one row, and as many columns as the field ``group_size``
+    says, or ``default``. -1 is the whole row, as `WHOLE`.
     """
     return (1, max(WHOLE, _number(fields, "group_size", default)))
 
@@ -120,7 +124,7 @@ def _kept(fields: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 
 def _awq(fields: Mapping[str, Any]) -> Scheme:
-    """Return how AWQ stores a weight matrix."""
+    """Return how AWQ stores a weight matrix, from the fields of a ``quantization_config``."""
     bits = _number(fields, "bits", _number(fields, "w_bit", 4))
     # AWQ's own files say `w_bit` and `q_group_size`
     group = (1, max(WHOLE, _number(fields, "group_size", _number(fields, "q_group_size", 128))))
@@ -130,7 +134,7 @@ def _awq(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(fields: Mapping[str, Any]) -> Scheme:
-    """Return how GPTQ stores a weight matrix."""
+    """Return how GPTQ stores a weight matrix, from the fields of a ``quantization_config``."""
     bits = _number(fields, "bits", 4)
     return Scheme(
         method="gptq",
@@ -205,7 +209,7 @@ def _torchao(fields: Mapping[str, Any]) -> Scheme | None:
     text = re.sub(r"[^a-z0-9]", "", str(kind).lower())
     kept = _kept(fields, "modules_to_not_convert")
     if "int4weightonly" in text:
-        # a scale and a zero point in bfloat16
+        # torchao's default groups, each with a scale and a zero point in bfloat16
         return Scheme(method="torchao", bits=4, group=(1, 128), group_bits=32, kept=kept)
     if "int8" in text and "int4" not in text:
         return Scheme(method="torchao", bits=8, group_bits=16, kept=kept)
@@ -230,7 +234,7 @@ _READERS = {
 
 
 def built(name: str) -> Outline:
-    """Return a model's shapes after building it without memory for weights.
+    """Return a model's shapes and limits, after building it without memory for weights and running it on one token.
 
     Args:
         name: a hub name, a folder with a config.json, or the path of such a file or of a GGUF file.
@@ -264,7 +268,9 @@ def built(name: str) -> Outline:
 
 
 def _file_bytes(name: str, model: PreTrainedModel) -> int | None:
-    """Return the bytes of all weights of a GGUF file as they are in memory; ``None`` if they are not packed there."""
+    """Return the bytes of all weights of a GGUF file as they are in memory; ``None`` if ``name`` is no such file, or if
+    its weights are unpacked on the device that is chosen by itself here.
+    """
     # weights stay packed only where the native kernel multiplies with them, that is on a CPU
     if not is_gguf(name) or not is_packable(parse_device("auto")):
         return None
@@ -274,6 +280,8 @@ def _file_bytes(name: str, model: PreTrainedModel) -> int | None:
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> tuple[dict[int, LayerShape], int]:
     """Run one token through a model on the meta device, whose tensors have shapes but no memory.
+
+    The model becomes one of bfloat16, in evaluation mode.
 
     Returns:
         The shapes of the layers that got keys and values, by their numbers, and the number of all layers.

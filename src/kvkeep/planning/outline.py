@@ -44,13 +44,13 @@ class Scheme:
     experts_only: bool = False
 
     def size(self, outputs: int, inputs: int) -> float:
-        """Return the bytes of a matrix with so many outputs and inputs, scales and zero points included."""
+        """Return the bytes of a stored matrix with so many outputs and inputs, scales and zero points included."""
         rows, columns = self.group
         blocks = math.ceil(outputs / (rows or outputs)) * math.ceil(inputs / (columns or inputs))
         return (outputs * inputs * self.bits + blocks * self.group_bits + inputs * self.column_bits) / 8
 
     def keeps(self, name: str) -> bool:
-        """Return whether the module of this name stays in the model's dtype."""
+        """Return whether the module of this dotted name is among those that stay in the model's dtype."""
         return any(_names(pattern, name) for pattern in self.kept)
 
     def __str__(self) -> str:
@@ -111,12 +111,12 @@ class Outline:
 
     @property
     def windows(self) -> dict[int, int | None]:
-        """Return the sliding window of each layer with keys and values, by its number."""
+        """Return the sliding window of each layer with keys and values, by its number; ``None`` for full attention."""
         return {index: layer.window for index, layer in zip(self.indices, self.shape.layers, strict=True)}
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        """Return the configuration, which is read with transformers if the model was counted without it."""
+        """Return the model's configuration. It is read with transformers, once, if the model was counted without it."""
         if not isinstance(self.source, str):
             return self.source
         from kvkeep.models.load import quiet, read_config

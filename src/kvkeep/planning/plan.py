@@ -77,16 +77,16 @@ class Setting:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers of a full cache."""
         return cost.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
 
     @property
     def reads_whole(self) -> bool:
-        """Return whether a prompt is fed in one step."""
+        """Return whether a whole context is fed in one step."""
         return self.chunk == self.context
 
     def layout(self) -> Layout:
-        """Return the layers of the cache, and their budgets.
+        """Return how kvkeep's cache is laid out: its layers, their policies and the rules for their budgets.
 
         Raises:
             KVKeepError: there can be no such cache.
@@ -108,10 +108,11 @@ class Setting:
         return [_number(*layer) for layer in self._layers()]
 
     def _layers(self) -> list[tuple[Policy, Number, LayerShape]]:
-        """Return the policy, the budget and the shape of each layer with slots."""
+        """Return the policy, the budget and the shape of each layer with slots, in order."""
         layout = self.layout()
         shapes = dict(zip(self.outline.indices, self.outline.shape.layers, strict=True))
         each = zip(layout.windows, layout.policies, layout.slots(self.budget), strict=True)
+        # layers that got no keys and values when the model was run have no shape
         return [(policy, number, shapes[index]) for index, policy, number in each if index in shapes]
 
     def _sharing(self) -> list[LayerShape]:
@@ -139,7 +140,9 @@ class Setting:
         )
 
     def _slot_bytes(self) -> int:
-        """Return the bytes of one row's slots in all layers."""
+        """Return the bytes that one row takes in kvkeep's cache, all layers together, with what lies beside the
+        slots.
+        """
         sharing, size = self._sharing(), self.dtype.itemsize
         apart = [(_number(*layer), layer[2]) for layer in self._layers() if not layer[0].shares_layers]
         # layers that share a budget put the same into it
@@ -157,7 +160,7 @@ class Setting:
         )
 
     def _beside(self, layer: LayerShape) -> dict[str, Any]:
-        """Return the numbers that a layer stores beside keys and values, and the KV bits, as arguments of
+        """Return how many numbers the policy stores per slot and per head of a layer, and the KV bits, as arguments of
         `cost.block_bytes`.
         """
         per_head = numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim)
@@ -203,7 +206,7 @@ class Setting:
 
     @property
     def weights_format(self) -> str:
-        """Return in words how the weights are stored."""
+        """Return in words how the weights are stored, to follow "the weights take 1 GB"."""
         if self.weights_memory is not None:
             return "packed as in the file" if self.is_packed else "as given"
         rest = name_of(self.weights_dtype)
@@ -211,7 +214,7 @@ class Setting:
 
 
 def _number(policy: Policy, number: Number, shape: LayerShape) -> Number:
-    """Return a layer's budget; where the policy divides it among the KV heads, a tuple of one number for each."""
+    """Return a layer's budget, as a tuple of one number for each KV head where the policy divides it among them."""
     return _by_head(number, shape) if policy.spreads else number
 
 
@@ -259,7 +262,8 @@ class Plan:
     products: Mapping[int, float] = field(default_factory=dict)
 
     def tokens_per_s(self, one: Cost, rows: int) -> float | None:
-        """Return a step's tokens per second with one kind of cache; ``None`` if the bandwidth is unknown.
+        """Return the tokens per second, of all rows together, that decode steps of so many rows make with one kind of
+        cache; ``None`` if the bandwidth is unknown.
 
         It is an upper limit if the step's products were not timed.
         """
@@ -267,7 +271,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of main memory for the sequences that are swapped out."""
+        """Return the bytes of main memory for the sequences that wait there; 0 without swapping."""
         return self.host_rows * self.bounded.row_bytes
 
     @property
@@ -374,7 +378,8 @@ def _check_tokens(**numbers: int | None) -> None:
 def _check_machine(
     rows: int | None, host_rows: int, memory: int | None, weights_memory: int | None, bandwidth: float | None
 ) -> None:
-    """Refuse numbers that no machine has.
+    """Refuse numbers that are too large for any machine, and a bandwidth, bytes of weights or waiting sequences out of
+    range. ``None`` passes.
 
     Raises:
         InputError: there is such a number.
@@ -393,7 +398,7 @@ def _check_machine(
 
 
 def _context(found: Outline, asked: int | None) -> int:
-    """Return the tokens of a row: the given number, or the length that the model was trained for.
+    """Return the tokens of a row: the number that was asked for, or else the length that the model was trained for.
 
     Raises:
         InputError: there is no length, or it is beyond the model's learned positions.
@@ -466,7 +471,14 @@ def _too_large(made: Plan, memory: int) -> str:
 
 
 def _largest(numbers: range, memory: int, change: Callable[[int], Setting]) -> list[int]:
-    """Return the largest of the numbers with which one row fits, as a list of one; ``[]`` if there is none."""
+    """Return the largest of the numbers with which one row fits into the memory, as a list of one; ``[]`` if there is
+    none, or if one that is tried is too small for the policy.
+
+    Args:
+        numbers: in rising order; a larger one takes more memory.
+        memory: in bytes.
+        change: returns the setting with a number.
+    """
     try:
         fitting = bisect.bisect_left(numbers, True, key=lambda n: change(n).bounded().peak_bytes(1) > memory)
     except BudgetError:  # the policy, or how the budget is spread, has no use for so small a budget

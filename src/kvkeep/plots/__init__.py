@@ -61,7 +61,9 @@ class Panel:
     y_range: tuple[float | None, float | None] = (None, None)
 
     def equal(self) -> list[list[str]]:
-        """Return the names of lines that lie on each other, in groups."""
+        """Return the names of lines that lie on each other, in groups of two or more: all places are equal, and all
+        values in six digits.
+        """
         groups: dict[tuple[object, ...], list[str]] = {}
         for series in self.series:
             values = [f"{y:.6g}" for y in series.y]
@@ -132,7 +134,8 @@ def draw(path: Path, panels: Sequence[Panel] | Sequence[Heat]) -> Path:
         The path.
 
     Raises:
-        InputError: matplotlib is missing, or the file cannot be written.
+        InputError: matplotlib is missing or broken, there are too many panels, the numbers cannot be drawn, or the file
+            cannot be written.
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
@@ -153,10 +156,14 @@ def draw(path: Path, panels: Sequence[Panel] | Sequence[Heat]) -> Path:
 
 
 def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
-    """Return the PNG file of a picture that the caller draws on matplotlib's axes, see `charts.sheet`.
+    """Return the bytes of a PNG file of a picture that the caller draws on matplotlib's axes.
+
+    Args:
+        fill: draws on the axes: one pair, or a tuple of ``panels`` pairs from top to bottom.
+        panels: number of pairs.
 
     Raises:
-        InputError: matplotlib is missing.
+        InputError: matplotlib is missing or broken.
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")

@@ -64,7 +64,7 @@ _SHEET_STYLE: Any = {
 
 
 def line_charts(panels: Sequence[Panel]) -> Figure:
-    """Draw panels side by side, at most `COLUMNS` in a row, and return the figure.
+    """Draw panels side by side, at most `COLUMNS` in a row, with one legend below, and return the figure.
 
     There is no window and no global state.
     """
@@ -109,7 +109,9 @@ class Legend:
 
     @staticmethod
     def of(names: Sequence[str], width: float) -> Legend:
-        """Return the legend of a picture ``width`` inches wide."""
+        """Return the legend with these names for a picture ``width`` inches wide: names broken, columns and height
+        chosen.
+        """
         letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)  # 0.3: the legend's margins, here and below
         labels = ["\n".join(_broken(plain(name), letters)) for name in names]
         widest = max(len(line) for label in labels for line in label.split("\n"))
@@ -123,19 +125,24 @@ class Legend:
 
 
 def plain(text: str) -> str:
-    """Return the text as it is drawn: cut to a length that fits, and with dollar signs that start no formula."""
+    """Return a text as it is drawn: cut to `LONGEST` characters, with ``?`` for what cannot be printed, and with dollar
+    signs that start no formula.
+    """
     short = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in short).replace("$", r"\$")
 
 
 def _broken(name: str, letters: int) -> list[str]:
-    """Return a long name as lines, broken at spaces and after commas where that is possible."""
+    """Return a name as lines of at most ``letters`` letters, broken at spaces and after commas where possible."""
     # `wrap` breaks at spaces only, so each comma gets one for a moment
     return [line.replace(", ", ",") for line in wrap(name.replace(",", ", "), letters)] or [""]
 
 
 def _note(panel: Panel) -> str:
-    """Return lines of text that name the curves of a panel that lie on each other; empty if there are none."""
+    """Return lines of text, each after a line break, with the names of a panel's curves that lie on each other.
+
+    The text is empty if there are none.
+    """
     text = "; ".join(" = ".join(map(plain, names)) for names in panel.equal())
     lines = wrap(f"equal: {text}", NOTE_LETTERS, max_lines=NOTE_LINES, placeholder=" …") if text else []
     return "".join(f"\n{line}" for line in lines)
@@ -173,7 +180,9 @@ def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
 
 
 def _style(number: int, *, reference: bool) -> dict[str, Any]:
-    """Return the style of a line; no two lines of a picture have the same colour, marker and dash."""
+    """Return matplotlib's arguments for the style of line ``number``: no two ordinary lines of a picture have the same
+    colour, marker and dash. A reference is dashed and has no marker.
+    """
     style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.5}
     if reference:
         # references have no markers, so the number of dots, 0 to 3, tells them apart
@@ -195,7 +204,7 @@ def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
 
 
 def _bar(axes: Axes, series: Series, colour: str) -> list[Artist]:
-    """Draw the interval at each place as a bar with caps, and return what was drawn."""
+    """Draw the interval of a line at each place as an error bar with caps, and return what was drawn."""
     low, high = zip(*series.interval, strict=True)
     found: list[Artist] = [axes.vlines(series.x, low, high, color=colour, linewidth=1.0, zorder=1.5)]
     for ends in (low, high):
@@ -204,7 +213,10 @@ def _bar(axes: Axes, series: Series, colour: str) -> list[Artist]:
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
-    """Set the scales, ticks and limits of a panel's axes."""
+    """Set the scales, ticks and limits of a panel's axes.
+
+    The vertical axis becomes logarithmic only if the values differ by more than a factor of 5.
+    """
     if panel.log_x:
         axes.set_xscale("log")
         ticks = sorted({x for series in panel.series if not series.reference for x in series.x})
@@ -220,7 +232,7 @@ def _scale(axes: Axes, panel: Panel) -> None:
 
 
 def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:
-    """Return a PNG file with pairs of axes one below the other.
+    """Return the bytes of a PNG file, in few colours, with pairs of axes one below the other.
 
     Args:
         fill: draws on the axes: one pair, or a tuple of ``panels`` pairs from top to bottom.
@@ -295,7 +307,9 @@ def _draw(axes: Axes, one: Heat) -> None:
 
 
 def _labelled(count: int) -> range:
-    """Return the indexes of labels that do not overlap: all of a few, otherwise those in round steps."""
+    """Return the indexes of those of ``count`` labels that are drawn without overlap: all of a few, otherwise those in
+    steps of 1, 2 or 5 times a power of ten.
+    """
     least, power = count / _MOST_LABELS, 10 ** max(0, math.floor(math.log10(max(1, count / _MOST_LABELS))))
     step = next(step for step in (*(one * power for one in _STEPS), 10 * power) if step >= least)
     return range(0, count, step)

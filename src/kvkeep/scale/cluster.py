@@ -29,7 +29,10 @@ class LostClusterError(InputError):
 
 
 def check_alive(ray: Any) -> None:
-    """Raise an error if the cluster has gone away, so that nobody waits for it in vain.
+    """Raise an error if the cluster that this process has joined has gone away, so that nobody waits for it in vain.
+
+    Args:
+        ray: the package.
 
     Raises:
         LostClusterError: nothing answers at the cluster's address.
@@ -128,7 +131,7 @@ class Node:
     versions: dict[str, str]
 
     def fits(self, need: Need) -> int:
-        """Return the number of workers that fit on the node."""
+        """Return the number of workers with this need for which the node has CPUs, GPUs and memory; 0 if for none."""
         shares = [self.cpus // need.cpus]
         shares += [self.gpus // need.gpus] if need.gpus else []
         shares += [self.memory // need.memory] if need.memory else []
@@ -172,15 +175,22 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
 
 
 def _meant(address: str | None) -> str:
-    """Return the address of the cluster that Ray would join; ``local`` for one that it starts itself."""
+    """Return the address of the cluster to join: the given one, or that of the variable RAY_ADDRESS, or ``local``, for
+    one that Ray starts itself.
+    """
     return address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def check_ray(address: str | None) -> None:
-    """Refuse a missing package, or an address at which nothing answers, before a command does any work.
+    """Refuse if Ray is not installed, or at an address no cluster of it answers, before a command does any work.
+
+    ``auto``, and a cluster that Ray starts itself, are not tried.
+
+    Args:
+        address: as for `joined`.
 
     Raises:
-        InputError: Ray is not installed, the address is no ``host:port``, or nothing answers at the address.
+        InputError: Ray is not installed, the address is no ``host:port``, or nothing or something else answers at it.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray reports deaths on standard output, beside results
     need_ray()
@@ -224,8 +234,8 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def own_cpus(workers: int, threads: int | None) -> int:
-    """Return the CPU cores of each worker of a cluster on this machine alone: its threads, or an equal share of the
-    cores.
+    """Return the CPU cores of each worker of a cluster on this machine alone: ``threads`` if they are given, else an
+    equal share of the cores, at least 1.
     """
     return threads or max(1, cores() // workers)
 
@@ -238,7 +248,9 @@ def share(nodes: Sequence[Node], workers: int) -> int:
 
 
 def scout() -> dict[str, Any]:
-    """Return the node's free memory and package versions. Runs on that node."""
+    """Return the free main memory in bytes (``None`` if unknown) of the machine that calls this, and the versions of
+    kvkeep, Python and `PACKAGES` there.
+    """
     return {
         "free": free_bytes(torch.device("cpu")),
         "versions": {
@@ -251,7 +263,7 @@ def scout() -> dict[str, Any]:
 
 
 def nodes() -> list[Node]:
-    """Return every machine of the cluster, with what it has, after a call to each.
+    """Return every machine of the joined cluster that is alive, with what it has, after a call to each.
 
     Raises:
         InputError: a machine has no kvkeep that can be imported, or does not answer.
@@ -287,6 +299,10 @@ def nodes() -> list[Node]:
 def check_versions(machines: Sequence[Node], own: dict[str, str] | None = None) -> None:
     """Refuse nodes whose packages are not those of this process: the tokens would depend on who made them.
 
+    Args:
+        machines: the nodes.
+        own: package → the version that is right; by default those of this process, see `scout`.
+
     Raises:
         InputError: a version differs.
     """
@@ -317,7 +333,7 @@ def check_room(
         workers: their number.
         what: a word for a worker.
         option: the argument with their number.
-        less: what makes a worker smaller.
+        less: words for the arguments that make a worker smaller.
 
     Raises:
         InputError: the workers do not fit.

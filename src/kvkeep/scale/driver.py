@@ -54,10 +54,10 @@ class ModelRecipe:
         """Load the model in this process, set the number of threads, and return the model with its tokenizer.
 
         Args:
-            check: refuses a checkpoint before its weights are read.
+            check: raises an error for a checkpoint that is refused, before its weights are read.
 
         Raises:
-            KVKeepError: the model cannot be used here.
+            KVKeepError: the model cannot be used here, or ``check`` refuses it.
         """
         with quiet():
             checkpoint = find(self.model or embedded(), allow_pickle=self.allow_pickle)
@@ -69,7 +69,8 @@ class ModelRecipe:
 
 
 def pool_size(workers: int, todo: int, *, piece: str, tell: Callable[[str], object]) -> int:
-    """Return the number of workers for a job: no more than it has pieces, and at least one.
+    """Return the number of workers for a job: no more than it has pieces to do, and at least one. Tell the user if that
+    is fewer than wanted.
 
     Args:
         workers: the number that the user wants.
@@ -93,7 +94,8 @@ def _count(number: int, noun: str) -> str:
 def running(
     make: Callable[[], WorkerPool[F]], size: int, *, threads: int | None, address: str | None, stopped: Stopped
 ) -> Iterator[WorkerPool[F]]:
-    """Join the cluster, start the workers, and yield their pool; end the workers with the context.
+    """Join or start a cluster, start the workers, and yield their pool; at the end of the context end the workers and
+    leave the cluster.
 
     If the user stops the job meanwhile, the pool is yielded although its workers may not have begun.
 
@@ -139,15 +141,15 @@ class Outcome:
             self.refusal = refusal
 
     def check(self, unfinished: Callable[[Mapping[int, str]], str]) -> None:
-        """Raise an error if pieces have no result.
+        """Raise an error if no piece could be run any more, or if pieces have failed.
 
-        Do nothing if the user has stopped the job: other pieces have none either.
+        Failed pieces are no error if the user has stopped the job: other pieces have no result either.
 
         Args:
             unfinished: returns the message for pieces that have failed.
 
         Raises:
-            InputError: a worker has refused a piece, or pieces have failed.
+            InputError: there is a refusal, of a worker or of the results' writer, or pieces have failed.
         """
         if self.refusal is not None:
             raise InputError(self.refusal)
@@ -171,7 +173,7 @@ def run_pieces(
     Args:
         pool: the workers, which have begun.
         source: gives the pieces as workers become free.
-        write: writes a result.
+        write: writes a result; a reason that it returns ends the job, as a piece that is refused does.
         stopped: whether the user wants to stop.
         told: what workers are told beside each piece.
         on_failure: called with the answer of a piece that has failed.

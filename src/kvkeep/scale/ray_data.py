@@ -128,10 +128,16 @@ class Stage:
 
 
 def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> Request:
-    """Return the request of a row.
+    """Return the request of a row, with the row's options in place of those in ``sampling``.
+
+    Args:
+        row: has ``prompt`` or ``messages``, and perhaps ``options``.
+        sampling: how tokens are chosen, where the options do not say it.
+        raw: whether texts are taken without the chat template.
 
     Raises:
-        InputError: the row has no prompt, or a wrong option.
+        InputError: the row has not just one of prompt and messages, or a wrong option.
+        ValueError: the options are a text that is no JSON.
     """
     prompt, messages, options = (bare(row.get(name)) for name in _READ)
     if (prompt is None) == (messages is None):
@@ -148,15 +154,17 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
 
 
 def _sequence(*content: Any) -> int:
-    """Return the number that seeds the sampling of a row: 62 bits of a fingerprint of its content, as numbers of
-    sequences are signed ones of 64 bits.
+    """Return the number that tells rows apart when tokens are drawn: 62 bits of a fingerprint of a row's content, as
+    numbers of sequences are signed ones of 64 bits. The content has to be JSON.
     """
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
 def _completion(answer: list[Result] | str) -> dict[str, Any]:
-    """Return the fields of a row's completion, or of its error. All rows have the same fields, as Arrow requires."""
+    """Return the fields of the column ``completion`` for one row, from its single result or from a reason why it has
+    none. All rows have the same fields, as Arrow requires; those that do not apply are ``None``.
+    """
     if isinstance(answer, str):
         return {**dict.fromkeys((*_TEXTS, *_NUMBERS)), "error": answer}
     (result,) = answer

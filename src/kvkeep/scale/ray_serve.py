@@ -88,7 +88,7 @@ class Replica:
             self._handover = Handover(self._app.state.sessions, _staying(self._name))
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
-        """Yield the messages of an answer.
+        """Yield the messages (of ASGI) with which this replica's application answers a request.
 
         If the request is for another replica, which has ended, yield ``None`` alone.
 
@@ -110,7 +110,14 @@ class Replica:
             await messages.aclose()
 
     async def holds(self, to: str, kind: str, owner: str, name: str) -> bool:
-        """Return whether this replica holds a session or an answer; ``False`` if another replica is meant."""
+        """Return whether this replica holds a session or an answer.
+
+        Args:
+            to: the replica that is meant; if that is another one, the result is ``False``.
+            kind: `SESSION`, or anything else for an answer.
+            owner: whose it is.
+            name: its name.
+        """
         holder = self._app.state.sessions if kind == SESSION else self._app.state.responses
         return to == self._name and bool(holder.holds(owner, name))
 
@@ -119,15 +126,17 @@ class Replica:
         return ReplicaFacts(self._weights, self._engine.rows, self._engine.row_bytes, os.getpid())
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the number of rows, which Ray Serve passes to routers."""
+        """Return under ``rows`` how many sequences the engine runs at once; Ray Serve passes it to routers."""
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the rows, and the requests that run or wait, for `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
+        """Return under ``rows`` how many sequences the engine runs at once, under ``busy`` the requests that run or
+        wait, for `kvkeep.scale.ray_serve_replicas.by_free_rows`.
+        """
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:
-        """Write all sessions and let other replicas take them. Ray Serve has waited for the requests."""
+        """End the replica: write all its sessions and let others take them. Ray Serve has waited for its requests."""
         # Ray Serve calls this, and then Python again, also where `__init__` has failed
         if (engine := self.__dict__.pop("_engine", None)) is None:
             return
@@ -148,7 +157,7 @@ def _own_name() -> str:
 
 
 def _staying(name: str) -> Callable[[], bool]:
-    """Return a function that tells whether this replica still takes requests.
+    """Return a function that tells whether this replica, of this name, still takes requests.
 
     Ray Serve tells a replica that it is about to end only after its last answer. But it tells all routers at once, and
     a handle has one. As long as Ray Serve has not told of the replica, the replica is starting.
@@ -272,12 +281,12 @@ def deployment(
     resources: Mapping[str, Any],
     grace_s: float = GRACE.default,
 ) -> Any:
-    """Return the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
+    """Return the deployment of `Replica` for Ray Serve, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
 
     Args:
-        replicas: their number, or the least and the most of them.
+        replicas: their number, or the least and the most of them: Ray Serve then changes it by load.
         resources: what each takes, as arguments of ``ray.remote``.
-        grace_s: seconds that running requests have when a replica shall end.
+        grace_s: seconds that running requests have to end when a replica shall end.
 
     Raises:
         InputError: Ray Serve is not installed, or a number is out of range.
@@ -309,7 +318,12 @@ def deployment(
 
 
 def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
-    """Return the router's application. It is called in the process of the router's deployment."""
+    """Return the router in front of the replicas as an ASGI application. Call this in the process of its deployment.
+
+    Args:
+        settings: of the application.
+        prefixes: whether a request is best sent to a replica that has read its beginning.
+    """
     from ray import serve
 
     from kvkeep.scale.ray_serve_router import RayReplicas

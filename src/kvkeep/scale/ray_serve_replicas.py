@@ -36,17 +36,31 @@ _KNOWN: dict[str, Mapping[str, int]] = {}
 
 
 def note(place: str, replicas: Mapping[str, int]) -> None:
-    """Store the replicas of a deployment, with the rows of each; 0 for a number not known yet."""
+    """Remember in this process which replicas a deployment has now, in place of those noted before.
+
+    Args:
+        place: the deployment's id, as text.
+        replicas: name of a replica → its rows; 0 if they are not known yet.
+    """
     _KNOWN[place] = dict(replicas)
 
 
 def drop(place: str, replica: str) -> None:
-    """Remove a replica that has ended from those of its deployment."""
+    """Forget a replica that has ended; nothing happens if it is not among those of its deployment.
+
+    Args:
+        place: the deployment's id, as text.
+        replica: the replica's name.
+    """
     _KNOWN[place] = {name: rows for name, rows in of(place).items() if name != replica}
 
 
 def of(place: str) -> Mapping[str, int]:
-    """Return the replicas of a deployment, with the rows of each; empty if none are known."""
+    """Return the replicas of a deployment of which this process knows, by name, with the rows of each.
+
+    Args:
+        place: the deployment's id, as text.
+    """
     return _KNOWN.get(place, {})
 
 

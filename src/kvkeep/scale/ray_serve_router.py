@@ -28,18 +28,22 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
         self._place = str(deployment_id)
 
     def update_replicas(self, replicas: Any) -> None:
-        """Store which replicas run, with their rows, in this process."""
+        """Take from Ray Serve the replicas that run now, and note them, with their rows, in
+        `kvkeep.scale.ray_serve_replicas`.
+        """
         super().update_replicas(replicas)
         rows = {replica.replica_id.unique_id: int(replica.routing_stats.get("rows", 0)) for replica in replicas}
         ray_serve_replicas.note(self._place, rows)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Remove a replica that has ended, before Ray Serve reports it."""
+        """Drop a replica whose process has ended, before Ray Serve sends a list without it."""
         super().on_replica_actor_died(replica_id)
         ray_serve_replicas.drop(self._place, replica_id.unique_id)
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Return the replica that the request names; all replicas if it names none, or one that is not there."""
+        """Return the replicas that may take a request, as a list of one list: the one that the request names, or all if
+        it names none, or one that is not there.
+        """
         wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [named or candidate_replicas]  # a list of lists: Ray Serve takes replicas of the first one if it can
@@ -63,7 +67,9 @@ class RayReplicas:
         self._ended: set[str] = set()
 
     async def facts(self) -> list[ReplicaFacts]:
-        """Return the facts of all replicas. Wait until Ray Serve has told this process of one."""
+        """Ask all replicas for their facts, and return these. Wait first until Ray Serve has told this process of a
+        replica.
+        """
         # a handle learns of replicas with its first call
         await self._handle.facts.remote()
         while not self.here():
@@ -71,16 +77,18 @@ class RayReplicas:
         return list(await asyncio.gather(*(self._send(replica, "facts") for replica in self.here())))
 
     def here(self) -> Mapping[str, int]:
-        """Return the replicas that take requests, with the rows of each."""
+        """Return the replicas that take requests, by name, with the rows of each; those found to have ended are left
+        out.
+        """
         told = ray_serve_replicas.of(self._place)
         self._ended &= told.keys()  # one of which Ray Serve no longer tells need not be left out
         return {name: rows for name, rows in told.items() if name not in self._ended}
 
     async def ask(self, replica: str, request: Received) -> AsyncGenerator[Any, None]:
-        """Yield the messages with which a replica answers.
+        """Send a request to a replica, and yield the messages with which it answers.
 
         Raises:
-            LostError: the replica has ended, with the request or before it had it.
+            LostError: the replica has ended, with the request or before it had it, or Ray reports any other error.
         """
         messages = self._send(replica, "ask", replica, request, stream=True)
         try:
@@ -99,7 +107,15 @@ class RayReplicas:
             messages.cancel()  # a client that has gone away needs no more tokens
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Ask a replica, without blocking the loop, whether it holds a session or an answer.
+        """Return whether a replica holds a session or an answer; it is asked without blocking the loop.
+
+        The result is ``False`` as well if it has ended, and another one was asked in its place.
+
+        Args:
+            replica: the replica's name.
+            kind: whether it is a session or an answer, see `kvkeep.server.replicas`.
+            owner: whose it is.
+            name: its name.
 
         Raises:
             LostError: the replica has ended, or Ray reports any other error.

@@ -30,17 +30,19 @@ _LOCAL = "file://"
 
 
 def is_foreign(source: str) -> bool:
-    """Return whether an input is no local JSONL file or pipe: an address, a Parquet file, or a folder."""
+    """Return whether an input is no local JSONL file or pipe: an address with a scheme, a Parquet file, or a folder."""
     return is_address(source) or is_parquet(source) or os.path.isdir(source)
 
 
 def is_parquet(name: str) -> bool:
-    """Return whether a name is that of a Parquet file."""
+    """Return whether a name has the ending of a Parquet file; the file is not looked at."""
     return name.lower().endswith(_PARQUET)
 
 
 def is_within(name: str, source: str) -> bool:
-    """Return whether a file, such as an output, would be read as a part of the input ``source`` if that is a folder."""
+    """Return whether a file, such as an output, would be read as a part of the folder ``source``, which is an input: it
+    lies in it, however deep, and has an ending of Parquet or JSON lines.
+    """
     return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
 
 
@@ -86,7 +88,13 @@ def as_lines(source: str) -> Iterator[Path]:
 
 
 def _files(system: Any, path: str, source: str) -> list[str]:
-    """Return the file at a path, or the files of a folder in the order of their names.
+    """Return the path of the file at a path, or those of the files of Parquet or JSON lines in a folder and the folders
+    within, in the order of their paths.
+
+    Args:
+        system: pyarrow's file system.
+        path: the path there.
+        source: the input as the user named it, for messages.
 
     Raises:
         InputError: there is no such file, or the folder has none that can be read.
@@ -106,7 +114,7 @@ def _files(system: Any, path: str, source: str) -> list[str]:
 
 
 def _copy(system: Any, name: str, target: IO[bytes]) -> None:
-    """Append the lines of a file to ``target``; rows of Parquet become lines of JSON."""
+    """Append the lines of a file of pyarrow's file system to ``target``; rows of Parquet become lines of JSON."""
     if not is_parquet(name):
         with system.open_input_stream(name) as stream:
             shutil.copyfileobj(stream, target)
@@ -121,7 +129,11 @@ def _copy(system: Any, name: str, target: IO[bytes]) -> None:
 
 
 def line_of(row: dict[str, Any], name: str) -> bytes:
-    """Return a row as a line of JSON, without fields that are null.
+    """Return a row of a table as a line of JSON, with a line break, without fields that are null at any depth.
+
+    Args:
+        row: column → value.
+        name: the file of the table, for messages.
 
     Raises:
         InputError: JSON has no form for a value.
@@ -133,7 +145,9 @@ def line_of(row: dict[str, Any], name: str) -> bytes:
 
 
 def bare(value: Any) -> Any:
-    """Return a value whose objects have no null fields. A column of structures has every field in every row."""
+    """Return a copy of a value whose objects have no null fields, at any depth: a column of structures has every field
+    in every row.
+    """
     if isinstance(value, dict):
         return {key: bare(part) for key, part in value.items() if part is not None}
     return [bare(part) for part in value] if isinstance(value, list) else value
@@ -195,14 +209,15 @@ class Destination:
 
     @property
     def collected(self) -> bool:
-        """Return whether there are completions to publish."""
+        """Return whether the local file has any completion."""
         return self._size() > 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the local folder while the context lasts, and begin with what an earlier run has published.
+        """Lock the local folder while the context lasts. If nothing is collected there, copy an output that is at the
+        destination already, so that the job goes on from it.
 
-        At the end the folder is removed, unless it holds more than what is published.
+        At the end the local file is removed, unless it holds more than what is published, and so is an empty folder.
 
         Raises:
             InputError: another job writes to the destination, it cannot be written or read, or it is a Parquet file
@@ -226,10 +241,10 @@ class Destination:
         """Write everything collected so far to the destination, in place of what is there.
 
         Args:
-            complete: whether the job has ended, so that nothing more is needed here.
+            complete: whether all lines have their completions, so that the local file is not needed any more.
 
         Raises:
-            InputError: the destination cannot be written. The local file stays.
+            InputError: the destination cannot be written, or the lines are no table. The local file stays.
         """
         lines: io.BufferedIOBase
         with self._explained("is no table", f"All completions are in {self.path}, as JSONL."):
@@ -255,7 +270,7 @@ class Destination:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Make and lock the local folder while the context lasts.
+        """Make the local folder, and lock it while the context lasts.
 
         Another job may remove the folder at its end, just before it is locked here; then try again.
         """
@@ -308,14 +323,14 @@ class Destination:
             self._copy.replace(self.path)
 
     def _name(self) -> str:
-        """Return a hash that names the destination of an address, however the address is spelled."""
+        """Return a hash as the name of the local folder, the same however the destination's address is spelled."""
         # an address's query may name another server, such as the endpoint of S3
         place = str(Path(self._at).resolve()) if self._is_local else f"{self._at}?{urlsplit(self.target).query}"
         return hashlib.sha256(f"{self._system.type_name}:{place}".encode()).hexdigest()[:16]
 
     @property
     def _copy(self) -> Path:
-        """Return the path of the local file while it is read from the destination."""
+        """Return the path to which an output is copied from the destination, before it becomes the local file."""
         return Path(f"{self.path}{_PART}")
 
     @property
@@ -327,7 +342,7 @@ class Destination:
         return isinstance(self._system, fs.LocalFileSystem)
 
     def _put(self, lines: io.BufferedIOBase) -> None:
-        """Write a file beside the destination, and on a local disk sync it. The caller then gives it its name."""
+        """Write lines to a file beside the destination, and on a local disk sync it. The caller then moves it there."""
         with self._system.open_output_stream(self._part) as stream:
             shutil.copyfileobj(lines, stream)
         if self._is_local:
@@ -336,7 +351,12 @@ class Destination:
 
     @contextmanager
     def _explained(self, what: str, kept: str = "") -> Iterator[None]:
-        """Raise an `InputError` in place of any error of a file system: no rights, no network, no such bucket."""
+        """Raise an `InputError` in place of any other error in the context: no rights, no network, no such bucket.
+
+        Args:
+            what: what is wrong with the output, as the end of a sentence.
+            kept: a sentence on what is safe.
+        """
         try:
             yield
         except InputError:
@@ -374,7 +394,9 @@ def as_parquet(path: Path) -> bytes:
 
 
 def _row(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a line as a row of a table. Its options become JSON text, since lines may give them in several types."""
+    """Return an output line as a row of a table, without empty objects. The completion's options become JSON text,
+    since lines may give them in several types.
+    """
     completion = fields.get(COMPLETION)
     if isinstance(completion, dict) and "options" in completion:
         fields = {**fields, COMPLETION: {**completion, "options": json.dumps(completion["options"])}}
@@ -383,7 +405,9 @@ def _row(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """Return a value without empty objects, for which Parquet has no form. In a list they become null."""
+    """Return a copy of a value without empty objects, for which Parquet has no form, at any depth. In a list they
+    become ``None``.
+    """
     if isinstance(value, dict):
         return {key: filled for key, part in value.items() if (filled := _filled(part)) != {}}
     if isinstance(value, list):

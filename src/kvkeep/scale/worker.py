@@ -105,13 +105,13 @@ class LineWorker:
         return EngineFacts(built.weights, built.layout, platform.node(), os.getpid(), engine.rows, engine.row_bytes)
 
     def judge(self, shapes: Sequence[Shape]) -> list[str | None]:
-        """Return for each shape why the engine refuses such requests; ``None`` where it accepts them."""
+        """Return for each shape of requests why the engine refuses these, in words; ``None`` where it accepts them."""
         built = self._built
         assert built is not None
         return [problem(shape, built.engine, built.memory) for shape in shapes]
 
     async def run(self, number: int, raw: bytes, made_by: Mapping[str, Any]) -> WorkResult:
-        """Run a line to its end, and return its output line, or the reason why it has none.
+        """Read a line, run its requests to their end, and return its output line, or the reason why it has none.
 
         Args:
             number: the line's number in the input.
@@ -146,7 +146,9 @@ class _Task:
     results: dict[int, Result] = field(default_factory=dict)
 
     def end(self, place: int, result: Result) -> None:
-        """Store the result of a request. With the last one, give the future all results, or the reason of a failure."""
+        """Store the result of the line's request at this place. With the last one, end the future: with all results in
+        the order of the requests, or with the reason of the first that failed.
+        """
         self.results[place] = result
         if len(self.results) < len(self.line.requests):
             return
@@ -168,13 +170,15 @@ class Loop(threading.Thread):
         self._running: dict[int, tuple[_Task, int]] = {}
 
     def put(self, line: InputLine) -> Future[list[Result] | str]:
-        """Queue a line, from any thread, and return a future of its results, or of the reason why it failed."""
+        """Queue a line, from any thread, and return a future of the results of its requests, in their order, or of the
+        reason why it failed, as text. An error of the engine itself is raised by the future.
+        """
         task = _Task(line)
         self._inbox.put(task)
         return task.future
 
     def run(self) -> None:
-        """Queue lines and step the engine, for ever. An error of the engine itself ends all lines that are in it."""
+        """Hand lines to the engine and step it, for ever. An error of the engine itself ends all lines in it."""
         while True:
             self._feed()
             try:
@@ -214,7 +218,7 @@ class Loop(threading.Thread):
             self._running |= {number: (task, place) for place, number in enumerate(numbers)}
 
     def _give_up(self, error: BaseException) -> None:
-        """Cancel all requests that run, and hand their lines an error."""
+        """Cancel all requests that the engine runs, and let the futures of their lines raise an error."""
         for number in self._running:
             self._engine.cancel(number)
         # each line once, though it may have several requests
@@ -285,7 +289,7 @@ class ModelWorker:
         self._runner: PieceRunner | None = None
 
     def begin(self, like: WeightLayout | None) -> ModelFacts | str:
-        """Load the model; return facts, or the message of an error.
+        """Load the model; return facts, or the message of an error of kvkeep. Other errors are raised.
 
         Args:
             like: of no effect: evaluations and analyses leave weights as they are.
@@ -298,7 +302,7 @@ class ModelWorker:
         return ModelFacts(about["weights"], (False, False), platform.node(), os.getpid(), about)
 
     def run(self, number: int, piece: Any) -> WorkResult:
-        """Run a piece, and return its result.
+        """Run a piece, and return what became of it, with its result.
 
         Any error refuses the piece, and the job ends: the error would occur in every worker.
         """
@@ -313,7 +317,7 @@ class ModelWorker:
 
 
 def _refusal(number: int, why: str) -> WorkResult:
-    """Return the result of a piece that this worker refuses, with the name of its node in the reason."""
+    """Return what becomes of a piece that this worker refuses: the reason, with the name of its machine before it."""
     return WorkResult(number, refused=True, reason=f"On {platform.node()}: {why}")
 
 

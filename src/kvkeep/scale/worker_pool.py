@@ -114,26 +114,33 @@ class Pieces:
         self._died_alone: Counter[int] = Counter()
 
     def take(self, place: int) -> Item | None:
-        """Return a piece for a worker, one of a dead worker first; ``None`` if none is left.
+        """Remove and return a piece for the worker at a place: one that a dead worker had, else a new one of the
+        source; ``None`` if none is left.
 
         Suspects, which run alone, are left out.
         """
         return self._again.popleft() if self._again else self._source(place)
 
     def suspect(self) -> Item | None:
-        """Return a piece that has to run alone; ``None`` if there is none."""
+        """Remove and return a piece that has to run alone, as workers died at it; ``None`` if there is none."""
         return self._suspects.popleft() if self._suspects else None
 
     def any_left(self, place: int) -> bool:
-        """Return whether a piece waits. A new one may be fetched for the worker to find out, and is then kept."""
+        """Return whether any piece waits, suspects included. A new one may be taken from the source, for the worker at
+        this place, to find out; it is kept, for whoever asks next.
+        """
         if not self._again and not self._suspects and (item := self._source(place)) is not None:
             self._again.append(item)
         return bool(self._again or self._suspects)
 
     def give_back(self, item: Item, *, alone: bool) -> WorkResult | None:
-        """Queue a piece of a dead worker again, and return ``None``.
+        """Queue a piece of a dead worker again, after `SUSPECT` deaths as a suspect, and return ``None``.
 
-        A piece that has killed workers all alone is not queued: return its answer, a failure.
+        A piece at which `GUILTY` workers died alone is not queued: return its answer, a failure.
+
+        Args:
+            item: the piece.
+            alone: whether the worker had no other piece, as it was a suspect.
         """
         number = item[0]
         self._died[number] += 1
@@ -176,11 +183,11 @@ class WorkerSlot:
     patience_s: float = 0.0
 
     def hear(self) -> None:
-        """Record that the worker answered now, and reset the time after which its silence is reported."""
+        """Record that the worker answered, or began to work, now; reset the time after which its silence is told."""
         self.heard, self.patience_s = time.monotonic(), self.most_s
 
     def silence(self, piece: str) -> str | None:
-        """Return a warning about a worker with work that is silent for too long; else ``None``.
+        """Return a warning, for the user, if the worker here has work and is silent for too long; else ``None``.
 
         The time until the next warning doubles.
 
@@ -247,7 +254,7 @@ class WorkerPool(Generic[F]):
 
     @property
     def facts(self) -> F:
-        """Return what the workers report of themselves; all report the same model."""
+        """Return what the first worker that could work said of itself; the others have the same weights."""
         assert self._facts is not None
         return self._facts
 
@@ -262,7 +269,7 @@ class WorkerPool(Generic[F]):
         self._await(others, stopped)  # they lay out the weights as the first one has
 
     def _await(self, slots: Sequence[WorkerSlot], stopped: Stopped) -> None:
-        """Start workers, and wait until they can work; return early if the user stops the job.
+        """Start a worker in each of these slots, and wait until they can work; return early if the user stops the job.
 
         Raises:
             InputError: a worker died, or cannot work.
@@ -286,10 +293,14 @@ class WorkerPool(Generic[F]):
                     raise InputError(problem)
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Call a method of the first worker, which must be idle, and return the result.
+        """Call a method of the first worker, which must be idle, wait, and return the result.
+
+        Args:
+            what: the method's name.
+            arguments: its arguments.
 
         Raises:
-            InputError: the worker dies.
+            InputError: the worker dies, or the method raises an error.
         """
         first = self._slots[0]
         try:
@@ -322,6 +333,7 @@ class WorkerPool(Generic[F]):
         while not stopped():
             self._feed(told)
             running = [reference for slot in self._slots for reference in slot.running]
+            # any place will do: a piece that this fetches is kept for whichever worker is free
             if not running and not self._pieces.any_left(self._slots[0].number):
                 return
             if all(slot.handle is None for slot in self._slots):
@@ -339,9 +351,12 @@ class WorkerPool(Generic[F]):
             self._collect({*ready, *more}, take)
 
     def _tell_of(self, waits: int) -> None:
-        """Tell the user that no worker runs, after so many waits, or that workers with work are silent.
+        """Tell the user now and then that no worker runs, and whenever a worker with work is silent for too long.
 
-        Now and then, check that the cluster is still there.
+        While no worker runs, check now and then that the cluster is still there.
+
+        Args:
+            waits: waits in a row in which no worker had work and nothing came; 0 if the last one was none.
 
         Raises:
             LostClusterError: the cluster has gone away.
@@ -359,7 +374,7 @@ class WorkerPool(Generic[F]):
             self._dismiss(slot)
 
     def _check_alive(self) -> None:
-        """Raise an error if the cluster is gone, and remember that it is."""
+        """Raise a `LostClusterError` if the cluster has gone away, and remember that for `close`."""
         try:
             check_alive(self._ray)
         except LostClusterError:
@@ -367,12 +382,14 @@ class WorkerPool(Generic[F]):
             raise
 
     def _hire(self, slot: WorkerSlot) -> None:
-        """Start a worker in a slot. It takes the weights' layout of the first worker, if that is known."""
+        """Start a worker in a slot, without waiting for it. It lays out weights as the first worker did; the first one
+        does so as the pool was told, if it was.
+        """
         slot.handle = self._remote.remote(self._make)
         slot.starting = slot.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
 
     def _dismiss(self, slot: WorkerSlot) -> None:
-        """End a slot's worker and leave the slot empty."""
+        """End a slot's worker, if it has one, and leave the slot empty; pieces that ran there are forgotten."""
         if slot.handle is not None:
             with suppress(Exception):  # it is gone, or the cluster is
                 self._ray.kill(slot.handle, no_restart=True)
@@ -381,9 +398,13 @@ class WorkerPool(Generic[F]):
         slot.running.clear()
 
     def _welcome(self, slot: WorkerSlot, said: F | str) -> str | None:
-        """Store the facts of a new worker, which can work now.
+        """Store the facts of a new worker, which can work from now on, and return ``None``.
 
-        Return what is wrong with it, and do not let it work; ``None`` if nothing is.
+        If it could not begin, or has other weights than the first worker, return that in words and store nothing.
+
+        Args:
+            slot: where it works.
+            said: its facts, or the message of its error.
         """
         if isinstance(said, str):
             return said
@@ -419,7 +440,7 @@ class WorkerPool(Generic[F]):
             slot.running[slot.handle.run.remote(*item, *told)] = item
 
     def _collect(self, ready: set[Any], take: Take) -> None:
-        """Handle what has arrived: answers, facts of new workers, and deaths."""
+        """Handle calls that have ended: pass answers to ``take``, welcome new workers, and replace those that died."""
         for slot in self._slots:
             for reference in [call for call in (slot.starting, *slot.running) if call is not None and call in ready]:
                 if reference is not slot.starting and reference not in slot.running:
@@ -440,8 +461,8 @@ class WorkerPool(Generic[F]):
                     take(said)
 
     def _replace(self, slot: WorkerSlot, reason: str, take: Take) -> None:
-        """Take the answers that a dead worker gave before, queue its other pieces again, and start another worker,
-        unless this place had too many deaths.
+        """Pass on the answers that a dead worker gave before, queue its other pieces again (or pass on their failure),
+        and start another worker, unless this place had too many deaths.
         """
         lost, alone, self._last = list(slot.running.values()), slot.alone, reason
         finished = self._finished(slot, take)  # before the slot forgets what runs
@@ -459,7 +480,7 @@ class WorkerPool(Generic[F]):
         self._hire(slot)
 
     def _finished(self, slot: WorkerSlot, take: Take) -> set[int]:
-        """Handle the answers that a worker gave before it died, and return their pieces' numbers."""
+        """Pass the answers that a worker gave before it died to ``take``, and return their pieces' numbers."""
         finished = set()
         ready = self._ray.wait(list(slot.running), num_returns=len(slot.running), timeout=0)[0] if slot.running else []
         for reference in ready:

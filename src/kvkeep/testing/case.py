@@ -67,7 +67,7 @@ class Case:
 
     @property
     def options(self) -> AttentionOptions:
-        """Return options with a scaling that makes attention clearly uneven."""
+        """Return the options of attention, with twice the usual scaling, so that attention is clearly uneven."""
         return AttentionOptions(scaling=2.0 * self.dim**-0.5)
 
 
@@ -82,7 +82,7 @@ class Tape:
 
     @classmethod
     def random(cls, case: Case) -> Tape:
-        """Return standard normal tensors of the case's shape."""
+        """Return standard normal tensors of the case's shape, by its seed, for its prompt and generated tokens."""
         generator = torch.Generator().manual_seed(case.seed)
         columns = case.prompt + case.steps
 
@@ -93,11 +93,11 @@ class Tape:
         return cls(normal(case.heads * case.group), normal(case.heads), normal(case.heads), real)
 
     def at(self, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of some columns."""
+        """Return queries, keys and values of some columns, as views; padding is not left out."""
         return self.query[:, :, columns], self.keys[:, :, columns], self.values[:, :, columns]
 
     def row(self, index: int) -> Tape:
-        """Return one row without its padding."""
+        """Return the inputs of one row, as a batch of one, without the columns of its padding."""
         real = self.real[index]
         query, keys, values = (t[index : index + 1, :, real] for t in (self.query, self.keys, self.values))
         return Tape(query, keys, values, real[None, real])
@@ -133,7 +133,7 @@ class Moment:
 
 
 def run(policy: Policy, case: Case, tape: Tape | None = None, *, heads: Heads = ALONE) -> Iterator[Moment]:
-    """Feed a case to a real layer, the prompt and then one token at a time, and yield the layer after each step.
+    """Feed a case to a real layer, the prompt and then one token at a time, and yield a `Moment` after each step.
 
     Args:
         policy: the layer's policy.
@@ -237,16 +237,23 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
 
 
 def _pins_with_prompt(policy: Policy, view: View, prompt: int) -> Tensor | None:
-    """Return the bounds of what may not be evicted: the case's pins, and what of a prompt `keep_prompt` keeps."""
+    """Return a table of the bounds of spans that may not be evicted: the pins of the view, and under a policy with
+    `keep_prompt` the prompt, whole or what was left of it. ``None`` if there are none.
+    """
     if keeps_whole(policy):
         return with_prompt(view.pins, torch.tensor([prompt]))
     return with_prompt(view.pins, view.prompt) if keeps_share(policy) and view.is_decode else view.pins
 
 
 def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
-    """Return each head's best tokens by (score, position), sorted by position, and the margin of the closest decision.
+    """Return the positions of each head's best tokens by (score, position), sorted, and the margin of the decision.
 
-    See `replay`. Heads that keep fewer tokens are filled up with `EMPTY`.
+    The margin is the smallest of all heads, see `replay`. Heads that keep fewer tokens are filled up with `EMPTY`.
+
+    Args:
+        score: of each token of one row; higher stays.
+        positions: of the tokens.
+        stays: how many of them each head keeps.
     """
     heads = positions.shape[1]
     numbers = [stays] * heads if isinstance(stays, int) else stays[0].expand(heads).tolist()
@@ -281,7 +288,10 @@ class Fed:
         self.layer = Layer(policy, case.budget, index=1, **options)
 
     def feed(self, tape: Tape, stop: int) -> Tensor:
-        """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, with 0 for padding."""
+        """Feed the layer the columns after those that it has, up to ``stop``: the prompt, or a generated token.
+
+        Return the attention output, with 0 for padding.
+        """
         start = self.layer.columns
         real = tape.real[:, start:stop]
         phase = Phase.PREFILL if start < self.case.prompt else Phase.DECODE
@@ -289,7 +299,10 @@ class Fed:
         return out.masked_fill(~real[:, None, :, None], 0)
 
     def move_to(self, other: Fed) -> None:
-        """Save every row to a file, load it, and put it into another layer, which was never fed."""
+        """Save every row of the layer to a file, load it, and put it into another layer, which was never fed.
+
+        The other layer changes, and then holds what this one holds.
+        """
         rows = [take([self.layer.block], row) for row in range(self.case.rows)]
         read = [self._through_a_file(row) for row in rows]
         dtype = self.layer.store.dtype
@@ -300,7 +313,7 @@ class Fed:
         other.layer.find_lead()  # which a block that was read from files does not have
 
     def _through_a_file(self, contents: Contents) -> Contents:
-        """Return a row after it was saved to a file and loaded again."""
+        """Return the contents of a row after they were saved to a file and loaded again."""
         settings: dict[str, Any] = {"budget": self.case.budget, "kv_bits": self.case.kv_bits}
         dtype = str(self.layer.store.dtype).removeprefix("torch.")
         made = Fingerprint(model="a law", config="", policy="", dtype=dtype, **settings)
@@ -327,7 +340,10 @@ class _Meeting:
         self.barrier = threading.Barrier(self.ranks, timeout=PATIENCE_S)
 
     def exchange(self, rank: int, mine: Tensor | None) -> list[Tensor | None]:
-        """Return the tensors of all simulated processes, once each has laid its own down."""
+        """Lay down the tensor of one simulated process, wait for the others, and return the tensors of all in order.
+
+        The tensors must be of one shape and dtype, or all ``None``.
+        """
         self.laid[rank] = mine
         self.barrier.wait()
         found = [self.laid[one] for one in range(self.ranks)]
@@ -359,7 +375,8 @@ class _Between(Heads):
 
 
 def run_shared(policy: Policy, case: Case, tape: Tape, ranks: int) -> Generator[list[Moment], None, None]:
-    """Feed a case to layers that hold a part of the heads each, and yield their moments after each step.
+    """Feed a case to layers that hold a part of the heads each, in a thread each, and yield their moments, in the order
+    of the parts, after each step.
 
     Its threads live until it ends or is closed.
 
@@ -384,7 +401,7 @@ def run_shared(policy: Policy, case: Case, tape: Tape, ranks: int) -> Generator[
 
 
 def _cut(tape: Tape, rank: int, ranks: int) -> Tape:
-    """Return the inputs of the heads of a rank."""
+    """Return the part of the inputs that belongs to the heads of one of ``ranks`` processes."""
     query, keys, values = (x.chunk(ranks, dim=1)[rank] for x in (tape.query, tape.keys, tape.values))
     return Tape(query, keys, values, tape.real)
 
@@ -405,7 +422,11 @@ def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | N
 
 
 def held(moments: list[Moment]) -> list[list[list[int]]]:
-    """Return by row, then by head over all parts in order, the sorted positions that are held."""
+    """Return the sorted positions that are held, by row, then by head over all parts of a layer in order.
+
+    Args:
+        moments: of the parts, after the same step.
+    """
     rows = len(moments[0].positions)
     return [[_occupied(head) for one in moments for head in one.positions[row]] for row in range(rows)]
 
@@ -417,5 +438,5 @@ def _occupied(head: Tensor) -> list[int]:
 
 
 def outputs(moments: list[Moment]) -> Tensor:
-    """Return the outputs of all heads, those of the first part first."""
+    """Return the attention outputs of all heads of a layer, joined from its parts, those of the first part first."""
     return torch.cat([one.out for one in moments], dim=1)

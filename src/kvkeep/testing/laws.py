@@ -32,7 +32,9 @@ LAWS: dict[str, Law] = {}
 
 
 def _law(check: Law) -> Law:
-    """Register a law, and return it. A policy that never evicts gets room for all tokens."""
+    """Register a check in `LAWS` as a law, and return the law. In it, a policy that never evicts gets a budget for all
+    tokens.
+    """
 
     @functools.wraps(check)
     def law(policy: Policy, case: Case) -> None:
@@ -295,7 +297,7 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
 
     class Spy(type(policy)):  # type: ignore[misc]  # mypy takes no value for a base
         def score(self, view: View, state: State) -> Tensor:
-            """Return the policy's scores, and keep those of occupied slots."""
+            """Return the policy's scores, and note those of occupied slots in ``seen``."""
             score: Tensor = super().score(view, state)
             seen.append(score[view.positions >= 0])
             assert score.dtype == torch.float32, f"scores are {score.dtype}, not float32"

@@ -47,9 +47,11 @@ class KVPressTextGenerationPipeline(Pipeline):
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the arguments of the three steps, see `preprocess`, `_forward` and `postprocess`.
 
+        Without a question, an empty one is asked: the model goes on by itself.
+
         Raises:
-            InputError: both a question and questions are given, there is no question, or another argument is unknown
-                or out of range.
+            InputError: both a question and questions are given, the list of questions is empty, or another argument is
+                unknown or out of range.
         """
         if unknown:
             raise InputError(f"The pipeline has no argument {next(iter(unknown))!r}.")
@@ -77,7 +79,8 @@ class KVPressTextGenerationPipeline(Pipeline):
         max_context_length: int | None,
         enable_thinking: bool = False,
     ) -> dict[str, Any]:
-        """Return token ids of the context and of each question, with the chat template around both.
+        """Return the token ids of the context, under ``context_ids``, and of each question, under ``questions_ids``,
+        with the chat template around both. Of the context the first ``max_context_length`` tokens stay.
 
         Raises:
             InputError: the context is no text, or the chat template changes a message's end.
@@ -92,7 +95,9 @@ class KVPressTextGenerationPipeline(Pipeline):
         return {"context_ids": ids, "questions_ids": [self._ids(text + after + answer_prefix) for text in questions]}
 
     def _in_template(self, context: str, enable_thinking: bool) -> tuple[str, str]:
-        """Return the beginning of a chat up to the end of the context, and the text after a question.
+        """Return the beginning of a chat up to the end of the context, and the text after a question, which ends with
+        the beginning of an answer. Without a chat template, they are the context with the token that begins a text
+        before it, and a line break.
 
         Raises:
             InputError: the template changes the end of a message.
@@ -144,7 +149,13 @@ class KVPressTextGenerationPipeline(Pipeline):
         return [self._answer(context, question, held, max_new_tokens) for question, held in pairs]
 
     def _answer(self, context: Tensor, question: Tensor, cache: Cache, max_new_tokens: int) -> str:
-        """Return the text that the model finds most likely after a question, greedily.
+        """Return the text that the model finds most likely after a context and a question, greedily.
+
+        Args:
+            context: token ids that the cache has read.
+            question: token ids that follow.
+            cache: holds the context, and afterwards the question and the answer as well.
+            max_new_tokens: the most tokens of the answer.
 
         Raises:
             InputError: the question has no token.
@@ -170,7 +181,7 @@ class KVPressTextGenerationPipeline(Pipeline):
     def postprocess(  # type: ignore[override]  # see `preprocess`
         self, model_outputs: list[str], single: bool
     ) -> dict[str, Any]:
-        """Return the answer under ``answer``, or several under ``answers``."""
+        """Return the only answer under ``answer`` if ``single``, else all, as a list, under ``answers``."""
         return {"answer": model_outputs[0]} if single else {"answers": model_outputs}
 
 

@@ -37,7 +37,7 @@ class CacheArguments:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def with_options(self, **options: Any) -> CacheArguments:
-        """Return these options with others added.
+        """Return these arguments with further options added.
 
         Raises:
             UnsupportedOperationError: one of them is there already, since two presses set it.
@@ -120,6 +120,8 @@ class _Prompts:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Bound the cache of a forward call if it reads the beginning of a text; a forward pre-hook.
 
+        Return the call's arguments with a new cache if it brings none; else ``None``: the arguments stay as they are.
+
         Raises:
             InputError: the cache is of a kind that cannot be bounded.
         """
@@ -148,7 +150,10 @@ class _Prompts:
 def _by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward call by their names, since a cache may be given by its place as well."""
+    """Return the arguments of a forward call, all by their names, since a cache may be given by its place as well.
+
+    A call that does not fit the signature is returned as it is.
+    """
     # kvkeep's fused decoders pass everything on to the class of transformers, which has the names
     several = (_places(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
     names = next(filter(None, several), ())
@@ -159,7 +164,7 @@ def _by_name(
 
 
 def _places(forward: Callable[..., Any]) -> Sequence[str]:
-    """Return the names of a method's arguments that may be given by their places, without ``self``."""
+    """Return the names of a method's arguments that may be given by their places, in order, without ``self``."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, known in inspect.signature(forward).parameters.items() if known.kind in kinds][1:]
 
@@ -168,7 +173,7 @@ def _become(cache: object, made: BoundedCache) -> None:
     """Turn a caller's empty cache into a bounded one: callers go on with the object that they handed to the model.
 
     Raises:
-        InputError: the cache is no dynamic one.
+        InputError: the cache is no plain ``DynamicCache``.
     """
     if isinstance(cache, BoundedCache):
         raise InputError(
@@ -235,7 +240,13 @@ class ScorerPress(BasePress):
         return self.under([kept(length, self.compression_ratio) for length in lengths], lengths, layers)
 
     def under(self, budgets: Sequence[int], lengths: Sequence[int], layers: int) -> CacheArguments:
-        """Return the policy with each row's budget, and with what else the press sets."""
+        """Return the press' policy with these budgets, and with the other options that the press sets.
+
+        Args:
+            budgets: tokens kept of each row.
+            lengths: number of tokens of each row's prompt.
+            layers: number of the model's layers.
+        """
         return CacheArguments(self.policy, budgets)
 
 
@@ -420,7 +431,9 @@ class PyramidKVPress(SnapKVPress):
     name: ClassVar[str] = "pyramidkv"
 
     def under(self, budgets: Sequence[int], lengths: Sequence[int], layers: int) -> CacheArguments:
-        """Return the policy with kvpress' budget of each layer, for the longest prompt."""
+        """Return the policy with the weights of layers under which they get kvpress' budgets, for the longest
+        prompt.
+        """
         return (
             super()
             .under(budgets, lengths, layers)
@@ -428,8 +441,8 @@ class PyramidKVPress(SnapKVPress):
         )
 
     def _layers(self, mean: int, tokens: int, layers: int) -> list[float]:
-        """Return a weight for each layer, given the mean budget and the tokens before the cut; none where they are too
-        few for a pyramid, as in kvpress.
+        """Return a weight for each layer, given the mean budget and the tokens before the cut; an empty list where they
+        are too few for a pyramid, as in kvpress.
 
         Raises:
             InputError: `beta` is below 1.
@@ -488,7 +501,7 @@ class _Wrapper(BasePress):
         """Return the options that this press adds to the cache of the other one."""
 
     def cache_options(self, lengths: Sequence[int], layers: int) -> CacheArguments | None:
-        """Return what the other press becomes, with options added; ``None`` if it keeps everything."""
+        """Return what the other press becomes, with the options of this one added; ``None`` if it keeps everything."""
         inner = self.press.cache_options(lengths, layers)
         return inner and inner.with_options(**self.added)  # None stays
 
@@ -519,7 +532,9 @@ class KeyRerotationPress(_Wrapper):
         return {"positions": "slot"}
 
     def cache_options(self, lengths: Sequence[int], layers: int) -> CacheArguments | None:
-        """Return what the other press becomes, with positions by rank in place of its own."""
+        """Return what the other press becomes, with positions by rank in place of its own; ``None`` if it keeps
+        everything.
+        """
         inner = self.press.cache_options(lengths, layers)
         # replaced and not added: StreamingLLMPress sets positions, too
         return inner and replace(inner, options={**inner.options, **self.added})
@@ -554,10 +569,11 @@ class PerLayerCompressionPress(BasePress):
     compression_ratios: Sequence[float]
 
     def cache_options(self, lengths: Sequence[int], layers: int) -> CacheArguments | None:
-        """Return the policy with a budget for each layer, for the longest prompt.
+        """Return the press' policy with a weight for each layer, by its ratio, for the longest prompt. It is never
+        ``None``.
 
         Raises:
-            InputError: there is not one ratio for each layer.
+            InputError: there is not one ratio for each layer, or one is out of range.
         """
         if len(self.compression_ratios) != layers:
             raise InputError(
@@ -600,7 +616,7 @@ class ComposedPress(BasePress):
         return self.presses[0].compression_ratio
 
     def cache_options(self, lengths: Sequence[int], layers: int) -> CacheArguments | None:
-        """Return what the press becomes."""
+        """Return what the only press becomes; ``None`` if it keeps everything."""
         return self.presses[0].cache_options(lengths, layers)
 
 
