@@ -253,8 +253,8 @@ def reading(lengths: Int[Tensor, "n T"] | None) -> Iterator[None]:
     """Tell rotary embeddings and layers how long the text of each token is, for runs within the context.
 
     Args:
-        lengths: tokens of the text up to the end of its prompt, or up to the token; ``None``: each row of a batch is a
-            text that ends with its largest position.
+        lengths: tokens of the text up to the end of its prompt, or up to the last token of the run if that is later;
+            ``None``: each row of a batch is a text that ends with its largest position.
     """
     token = _lengths.set(lengths)
     try:

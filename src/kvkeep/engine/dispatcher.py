@@ -474,7 +474,7 @@ class _Post:
     def send(self) -> None:
         """Schedule `_hand_out` in the loop; do nothing without events, or if it is scheduled already.
 
-        If the loop has been closed, mark the boxes of all events as left.
+        If the loop has been closed, drop all events, and mark their boxes as left.
         """
         if self._called or not self._bag:
             return

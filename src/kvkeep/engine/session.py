@@ -538,7 +538,10 @@ class Session:
         return self._host.dispatcher.drain(iter([asked]), add, lambda: True, step=step, end=end)
 
     def _fork(self) -> Session:
-        """Return a new session that goes on from this one's last finished turn, with random numbers of its own."""
+        """Return a new session without a name that goes on from this one's last finished turn.
+
+        Each fork draws other random numbers. That this session is open is the caller's to check.
+        """
         self._forks += 1
         own, seed = Settled(self.policy, self.budget, self.adapter), another_sequence(self.sequence, self._forks)
         return Session(self._host, self._store, self._memory.fork(), own, sequence=seed)

@@ -126,7 +126,7 @@ def _copa(row: Mapping[str, Any]) -> Choice:
 
 
 def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
-    """Return a function that makes a question of a row of ARC or OpenBookQA (``name``).
+    """Return a function that makes a question of a row of ARC or OpenBookQA, in lm-eval's wording for ``name``.
 
     It reads both formats: each choice is an object, or labels and texts are two lists (the hub).
     """
@@ -348,7 +348,7 @@ class MultipleChoice(Task):
         return cls(options, asked, tuple(past_training(checkpoint, longest, cls.name)))
 
     def settings(self) -> dict[str, Any]:
-        """Return the number of questions, and a hash of the files."""
+        """Return the most questions of a data set, and a hash of all data sets' files, chosen or not; or ``hub``."""
         # of all files, so that results of other parts can be added to the same folder
         data = datasets.fingerprint(self.options.data, list(SOURCES.values()))
         return {"questions": self.options.limit or QUESTIONS, "data": data}

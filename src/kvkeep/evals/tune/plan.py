@@ -144,7 +144,7 @@ class TuneArguments:
 
     @property
     def sizes(self) -> Limits:
-        """Return how many documents are used."""
+        """Return limits on a search's documents: the defaults (`QUICK`'s if ``quick``), and the user's ``limit``."""
         return replace(QUICK.limits if self.quick else LIMITS, given=self.limit)
 
     def chosen(self) -> list[PolicyArm]:
