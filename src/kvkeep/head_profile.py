@@ -29,6 +29,9 @@ MOST_BYTES = 16 * 2**20
 MOST_HEADS = 2**16
 """The most heads of all layers together that are read."""
 
+SINKS = 4
+"""First tokens of a profile that does not say how many; `kvkeep calibrate` measures heads with as many."""
+
 _SAME = {
     "model_type": "model type",
     "hidden_layers": "number of layers",
@@ -62,7 +65,7 @@ class Profile:
     heads: tuple[tuple[float, ...], ...]
     least: int
     weights: str | None = None
-    sinks: int = 4
+    sinks: int = SINKS
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,7 +91,7 @@ class Profile:
             model=found["model"],
             heads=tuple(tuple(map(float, layer)) for layer in found["heads"]),
             least=found["least"],
-            sinks=found.get("sinks", 4),
+            sinks=found.get("sinks", SINKS),
             weights=found.get("weights"),
             measured=found.get("measured", {}),
         )
@@ -289,7 +292,7 @@ def fault(found: Any) -> str | None:
     # type() and not isinstance: true and false are ints to Python
     if type(least := found.get("least")) is not int or not 1 <= least <= MOST:
         return f'"least" is {least!r:.40}, and not a number of slots'
-    if type(sinks := found.get("sinks", 4)) is not int or not 0 <= sinks <= MOST:
+    if type(sinks := found.get("sinks", SINKS)) is not int or not 0 <= sinks <= MOST:
         return f'"sinks" is {sinks!r:.40}, and not a number of first tokens'
     return _fault_of_heads(found.get("heads"), model)
 

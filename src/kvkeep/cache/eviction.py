@@ -40,7 +40,7 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
     needed = _needed(policy, view, asked.sum(dim=-1, keepdim=True) // asked.shape[1])
     # pins come first; what they leave goes to heads by what they ask for beyond their pins
     above = (asked - needed).clamp(min=0)
-    free = (asked - needed).sum(dim=-1, keepdim=True).clamp(min=0)
+    free = (asked - needed).sum(dim=-1, keepdim=True)  # not below 0: no head needs more than the mean, rounded down
     shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)  # float32 counts to 2^24 only
     budgets = torch.where((asked < needed).any(dim=-1, keepdim=True), needed + ranking.rounded(shares, free), asked)
     return view.heads.mine(budgets)

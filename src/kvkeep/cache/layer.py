@@ -243,6 +243,7 @@ class Layer:
         self.allocated &= self._made and not moves and not self.policy.spreads and not keeps_whole(self.policy)
         if self.allocated:
             self.block.clear()
+            # a row that held tokens when the transform changed has kept the one by which their keys were coded
             self.block.transform_keys(self.key_transform, slice(None))
 
     def transform_keys(self, transform: KeyTransform) -> None:

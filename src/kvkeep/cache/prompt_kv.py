@@ -79,6 +79,7 @@ def rows_to_read(policy: Policy) -> int | None:
     """
     if policy.end_rows is not None:
         return policy.end_rows
+    # a policy with cascades asks what the layer before says of every token, not of the last row alone
     return None if policy.slots or policy.summaries or policy.asks or policy.cascades else 1
 
 

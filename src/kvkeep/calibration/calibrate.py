@@ -27,7 +27,7 @@ from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, ask, right, wording_of
-from kvkeep.head_profile import Profile, describe
+from kvkeep.head_profile import SINKS, Profile, describe
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
@@ -286,7 +286,7 @@ class CalibrationSettings:
         seed: chooses facts, questions and windows.
     """
 
-    sinks: int = 4
+    sinks: int = SINKS
     recent: int = 32
     case: str = "later"
     context: int = 1024

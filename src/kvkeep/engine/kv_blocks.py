@@ -290,7 +290,7 @@ class Blocks:
         """Overwrite a row with copies that `check` has accepted, budgets included; pins are left to `pin`."""
         self.limit(row, [copy.budget for copy in copies])
         for stack in self._stacks:
-            if stack.is_pool:
+            if stack.is_pool:  # heads lie at places of their own, so the layers are copied one by one
                 for layer, part in stack.under(policy).parts():
                     put_row(part, row, copies[layer])
             else:

@@ -385,7 +385,7 @@ def _document(title: Any, said: Any) -> str:
     """
     if not isinstance(title, str) or not isinstance(said, list):
         raise ValueError("'context' holds no titles and lists of sentences")
-    return f"{title}\n{''.join(said)}"
+    return f"{title}\n{''.join(said)}"  # but for the first, sentences there begin with a space
 
 
 def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Callable[[int], Item]:

@@ -353,6 +353,7 @@ class Router:
         kind, name = wish.held
         holder = await self._holder(kind, owner, name)
         if holder is None:
+            # the request may be the one that makes it; else the replica says 404, and the place is forgotten again
             holder = self._places.choose(wish, self._here())  # others than before the replicas were asked
             self._places.note((kind, owner, name), holder)
         return holder

@@ -297,6 +297,6 @@ def _bound(path: Path) -> ctypes.CDLL:
     if levels.library_name(path.name.removeprefix("kernel-").partition(".")[0], path.read_bytes()) != path.name:
         raise OSError("it is damaged")  # a file that was cut off would end the process
     library = ctypes.CDLL(str(path))
-    for function in [library[name] for name in FUNCTIONS]:
+    for function in [library[name] for name in FUNCTIONS]:  # each takes one packed struct; 0: it has done its work
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return library
