@@ -32,9 +32,9 @@ def blocks(text, language):
 
 def test_the_readmes_code_runs(capsys):
     code, engine = blocks(README, "python")
-    assert code.count('"Qwen/Qwen3-0.6B"') == code.count("=200") == engine.count("2 * 2**30") == 1
+    assert code.count("kvkeep.load()") == code.count("=200") == engine.count("2 * 2**30") == 1
     names = {"prompts": ["the quick brown fox", "the lazy dog"]}
-    exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())).replace("=200", "=4"), names)
+    exec(code.replace("kvkeep.load()", f"kvkeep.load({str(model_folders.folder())!r})").replace("=200", "=4"), names)
     assert re.search(r"Once upon a time \w.*\nMemoryUsage\(allocated_bytes=", capsys.readouterr().out, re.DOTALL)
     exec(engine.replace("2 * 2**30", "2 * 2**20").replace("run(prompts)", "run(prompts, SHORT)"), names | SHORT)
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()} >= {"0", "1"}

@@ -36,7 +36,7 @@ from kvkeep.policies._names import check_name
 _SECTIONS = ("Source", "Differs", "Fails when")
 
 STARTS = {
-    "a prompt that ends with its question, an answer of any length (the default)": DEFAULT,
+    "a prompt that ends with its question, an answer up to its length (the default)": DEFAULT,
     "a stream without end, of which the recent part matters": "streaming_llm",
     "a text that is asked about later": LATER,
     "a conversation": CONVERSATION,

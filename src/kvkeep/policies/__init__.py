@@ -15,7 +15,7 @@ NO_POLICIES = ("base", "registry")
 """Modules of this package that hold no policy."""
 
 DEFAULT = "snapkv:default"
-"""The policy of every cache, engine, plan and command that names none.
+"""The policy of caches, engines, plans and prompts for which none is named; `LATER` and `CONVERSATION` are others.
 
 Few late rows and wide pooling find what a question at the end of a prompt asks for. Generated tokens compete with the
 chosen ones, and the newest 64 stay, which long answers need. ``docs/choose-a-policy.md`` has the figures.
