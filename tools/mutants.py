@@ -4,9 +4,9 @@ python tools/mutants.py --count 100 --seed 0 --output FILE    goes on where FILE
 
 A mutant is one change in one function of src/kvkeep: a comparison, an operator, a truth value, a whole number, a
 condition that is turned around, or a call without effect on its result that is left out. Which ones are tried depends
-on the seed and the source alone. Each is written into a copy of the repository, where the tests that mirror its file
-run until the first one fails: those of the file's package, and for what a policy or the cache computes the contracts
-and the papers' loops as well. Annotations, messages, docstrings and Triton's kernels are left alone.
+on the seed and the source alone. Each is written into a copy of the repository, where tests run until the first one
+fails: those that import the file, those of its package, and for what a policy or the cache computes the contracts and
+the papers' loops as well. Annotations, messages, docstrings and Triton's kernels are left alone.
 
 ``--against FOLDER`` asks the same of another version: each mutant that survives is made in the file of that version
 that has the same line, and its tests run there.
@@ -20,6 +20,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -136,16 +137,20 @@ def changed(node: ast.expr) -> str | None:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """Return the test files and folders that mirror a file of the package."""
+    """Return the test files and folders that look at a file of the package: first those that name it or import it,
+    where most mutants end, then those that mirror its package.
+    """
     package, *rest = Path(file).relative_to(PACKAGE).parts
-    if not rest:
-        name = Path(package).stem
-        return sorted(str(path.relative_to(root)) for path in (root / "tests").glob(f"test_{name}*.py")) or [
-            "tests/cache"
-        ]
-    folders = [package, *ALSO.get(package, ())]
-    stem = Path(file).stem.strip("_")  # the tests of this very file come first: most mutants end there
-    own = sorted(str(path.relative_to(root)) for path in (root / "tests" / package).rglob(f"test_*{stem}*.py"))
+    stem = Path(file).stem
+    home = ".".join(Path(file).relative_to("src").parent.parts)
+    imports = re.compile(rf"^ *(?:from|import) {home}\.{stem}\b|^ *from {home} import .*\b{stem}\b", re.MULTILINE)
+    every = sorted((root / "tests").rglob("test_*.py"), key=lambda path: (stem.strip("_") not in path.stem, path))
+    own = [
+        str(path.relative_to(root))
+        for path in every
+        if stem.strip("_") in path.stem or imports.search(path.read_text(encoding="utf-8"))
+    ]
+    folders = [package, *ALSO.get(package, ())] if rest else [] if own else ["cache"]
     return [*own, *(f"tests/{folder}" for folder in folders if (root / "tests" / folder).is_dir())]
 
 
