@@ -55,6 +55,13 @@ def test_top_k_top_p_and_min_p_leave_what_transformers_leaves():
     check(SamplingParams(temperature=1.4, top_k=20, top_p=0.8, min_p=0.1), together)
 
 
+def test_tokens_that_reach_top_p_exactly_are_enough():
+    """Of four tokens that are equally likely two have a half; a third one would be beyond it."""
+    equal = torch.zeros(200, 4)
+    drawn = choose(equal, [SamplingParams(temperature=1.0, top_p=0.5, seed=1)] * 200, torch.arange(200))
+    assert set(drawn.tolist()) == {0, 1}
+
+
 def test_numbers_at_the_end_of_their_range():
     for sampling in (
         SamplingParams(temperature=1e-46),

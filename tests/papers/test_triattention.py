@@ -34,8 +34,8 @@ def test_without_rotation_it_is_the_product_with_the_mean_query(case):
     compare(case)
 
 
-def turned(x):
-    return ROTATION.apply(x[None], torch.arange(x.shape[1])[None, None])[0]
+def turned(x, rotation=ROTATION):
+    return rotation.apply(x[None], torch.arange(x.shape[1])[None, None])[0]
 
 
 @pytest.mark.parametrize("mode", ["true", "slot"])
@@ -50,6 +50,23 @@ def test_keeps_what_the_mean_query_meets(case, mode, monkeypatch):
     for turn in turns:
         step_layer(layer, rotated, case, turn.tokens, turn.real)
         assert retained(layer) == turn.kept
+
+
+@pytest.mark.parametrize("mode", ["true", "slot"])
+def test_a_factor_of_yarn_changes_no_choice(mode):
+    """Queries and keys both have it, so it is a common factor of all scores."""
+    streams, turns = choose(TURNED[0])
+    kept = []
+    for scaling in (1.0, 3.0):
+        rotation = Rotation(torch.tensor([*FREQUENCIES, 0.01]), scaling=scaling)
+        layer = make_layer(TURNED[0])
+        layer._rotation, layer.rotary = (None if mode == "true" else rotation), rotation
+        rotated = [type(one)(turned(one.queries, rotation), turned(one.keys, rotation), one.values) for one in streams]
+        kept.append([])
+        for turn in turns:
+            step_layer(layer, rotated, TURNED[0], turn.tokens, turn.real)
+            kept[-1].append(retained(layer))
+    assert kept[0] == kept[1]
 
 
 def test_far_positions_keep_their_distances():
