@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from dataclasses import replace
@@ -13,6 +14,7 @@ from dataclasses import replace
 import model_folders
 import processes
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kvkeep
@@ -24,6 +26,7 @@ from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
+from kvkeep.models.quantized_weights import is_packable
 from kvkeep.policies import CONVERSATION, LATER
 
 SHORT = kvkeep.SamplingParams(max_new_tokens=5)
@@ -108,6 +111,38 @@ def test_a_conversation_goes_on_where_it_was(model, tmp_path):
     memory = saved(tmp_path)
     assert [one["role"] for one in memory.note["messages"]] == ["user", "assistant"] * 4
     assert memory.fingerprint.budget == 16
+
+
+def hint(done):
+    """The words of the command to go on that a conversation prints at its end."""
+    return shlex.split(done.stderr.splitlines()[-1])
+
+
+def test_the_printed_command_finds_a_conversation_in_another_folder(model, tmp_path):
+    words = hint(chat(model, "-n", 2, "--sessions", tmp_path / "my own", said=["the fox"]))
+    (name,) = ChatFolder(tmp_path / "my own").names()
+    assert words == ["kvkeep", "chat", "--sessions", str(tmp_path / "my own"), "--session", name]
+    assert "2 turns" in chat(None, *words[2:], "-n", 2, said=["the dog", "/memory"]).stdout
+
+
+@pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
+def test_the_printed_command_goes_on_with_quantised_weights(model):
+    words = hint(chat(model, "-n", 2, "-s", "one", "--load-in", "int8", said=["the fox"]))
+    assert words == ["kvkeep", "chat", "--load-in", "int8", "--session", "one"]
+    chat(None, *words[2:], "-n", 2, said=["the dog"])
+
+
+def test_the_printed_command_goes_on_with_pickles_and_the_users_own_policy(tmp_path, monkeypatch):
+    folder = model_folders.copy(tmp_path / "pickles")
+    with quiet():
+        torch.save(load(folder)[0].state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "mine.py").write_text("from kvkeep.policies.local import Local\n\n\nclass Mine(Local):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = ["--allow-pickle", "--policy", "mine:Mine"]
+    words = hint(chat(folder, "-n", 2, "-s", "one", *asked, said=["the fox"]))
+    assert words == ["kvkeep", "chat", str(folder), *asked, "--session", "one"]
+    chat(None, *words[2:], "-n", 2, said=["the dog"])
 
 
 def test_a_conversation_knows_its_model_through_forks_and_memories(model, tmp_path):

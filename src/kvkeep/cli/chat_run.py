@@ -6,7 +6,6 @@ Bad input is refused before weights are read. Importing this module imports torc
 from __future__ import annotations
 
 import difflib
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +29,8 @@ from kvkeep.cli.generate_run import (
     with_keep_prompt,
     with_memory_settings,
 )
-from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.loading import check_weights, words_for_memory, writer_of
 from kvkeep.cli.memory import full_bytes
-from kvkeep.cli.options import adapter_words
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.session import MOST_TURNS_BACK
@@ -47,6 +45,7 @@ from kvkeep.models.tokenization import check_system
 from kvkeep.pins import Spans, from_start
 from kvkeep.policies import CONVERSATION
 from kvkeep.policies.registry import label, parse, spec
+from kvkeep.result_files import command
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat_input import TypedMessages
@@ -374,7 +373,9 @@ def _end(talk: ChatSession, request: ChatOptions) -> None:
     except KVKeepError as error:
         console.error(str(error))
     if talk.place.is_saved:
-        words = ["kvkeep", "chat", *adapter_words(request.adapter), "--session", talk.place.name]
+        words = words_for_memory(request, request.adapter, talk.engine.policy)
+        folder = [] if request.sessions is None else ["--sessions", request.sessions]
+        line = command("kvkeep chat", *words, *folder, "--session", talk.place.name)
         console.note("the conversation is saved; to go on:")
-        console.err().print(f"    {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
+        console.err().print(f"    {line}", soft_wrap=True)  # so that it can be copied
     talk.close()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from kvkeep.cli import console, distributed
+from kvkeep.cli.options import ModelOptions
 from kvkeep.cli.usage_errors import exists
 from kvkeep.errors import SnapshotError
 from kvkeep.models import threads
@@ -17,6 +18,8 @@ from kvkeep.models.generation_config import remark
 from kvkeep.models.load import read_weights
 from kvkeep.models.quantized_weights import check_format
 from kvkeep.models.tokenization import Writer
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import available, spec, split
 from kvkeep.result_files import in_full
 from kvkeep.snapshot.snapshot import Snapshot
 
@@ -81,7 +84,7 @@ def writer_of(
     return Writer(checkpoint, model)
 
 
-# Where the model of a saved memory lies, in the note of its file.
+# Where the model of a saved memory lies, in the note of its file, and what a command has to name all the same.
 
 _SOURCE = "model"
 """The entry of a note: a hub name or a full path, or ``None`` for the embedded model."""
@@ -116,3 +119,20 @@ def source_of(snapshot: Snapshot, file: str) -> str | None:
     made = snapshot.fingerprint.model
     # names of the hub have a slash; a folder has its last name alone
     return made if "/" in made else None
+
+
+def words_for_memory(asked: ModelOptions, adapters: Mapping[str, str], policy: Policy) -> list[str]:
+    """Return the words without which a command refuses a saved memory, as its file does not decide them: a model whose
+    files may be pickles, a policy that is not registered, adapters, and the format of the weights.
+
+    Args:
+        asked: the options of the command that has made the memory.
+        adapters: folders of adapters by their names.
+        policy: the memory's policy.
+    """
+    words = [asked.model, "--allow-pickle"] if asked.model is not None and asked.allow_pickle else []
+    if split(name := spec(policy))[0] not in available():
+        words += ["--policy", name]
+    for adapter, folder in adapters.items():
+        words += ["--adapter", f"{adapter}={folder}"]
+    return words + (["--load-in", asked.load_in] if asked.load_in else [])

@@ -707,11 +707,6 @@ def check_one_adapter(adapters: Mapping[str, str], what: str) -> None:
         )
 
 
-def adapter_words(adapters: Mapping[str, str]) -> list[str]:
-    """Return the words of a command line that name these adapters: ``--adapter``, ``NAME=FOLDER`` for each."""
-    return [word for name, folder in adapters.items() for word in ("--adapter", f"{name}={folder}")]
-
-
 ADAPTER = described(parameters.ADAPTER, read=parse_adapters, reads_none=True, type=list[str] | None, default=None)
 ALLOW_PICKLE = described(parameters.ALLOW_PICKLE)
 POLICY = described(parameters.POLICY, complete=shell_completion.policies)

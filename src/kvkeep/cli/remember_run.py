@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from shlex import quote as quoted
 from typing import Any, cast
 
 import typer
@@ -17,8 +16,7 @@ from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout, default_policy
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
-from kvkeep.cli.loading import check_weights, with_source, writer_of
-from kvkeep.cli.options import adapter_words
+from kvkeep.cli.loading import check_weights, with_source, words_for_memory, writer_of
 from kvkeep.cli.progress import reading
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine.admission import check_room
@@ -36,6 +34,7 @@ from kvkeep.models.tokenization import Opening, Writer, check_length, noted, ope
 from kvkeep.policies import LATER
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
+from kvkeep.result_files import command
 from kvkeep.snapshot.fidelity import ALL, Fidelity
 from kvkeep.snapshot.fidelity import noted as noted_fidelity
 from kvkeep.snapshot.snapshot import Snapshot
@@ -294,8 +293,6 @@ def _report(request: RememberOptions, writer: Writer, made: _Made) -> None:
         return
     full = console.show_bytes(memory.full_bytes)
     kept = f"compression {console.show_factor(memory.full_bytes / size)}" if memory.full_bytes > size else "all is kept"
-    words = adapter_words(request.adapter) + (["--load-in", request.load_in] if request.load_in else [])
-    weights = "".join(f"{quoted(word)} " for word in words)
     screen = console.out()
     screen.print(
         console.facts(
@@ -307,8 +304,9 @@ def _report(request: RememberOptions, writer: Writer, made: _Made) -> None:
             }
         )
     )
-    file = quoted(str(request.output))
-    screen.print(f"\n    kvkeep generate {weights}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied
+    words = words_for_memory(request, request.adapter, text.policy)
+    line = command("kvkeep generate", *words, "--memory", request.output, "-p", "QUESTION")
+    screen.print(f"\n    {line}", soft_wrap=True)  # to be copied
 
 
 def _fidelity_words(request: RememberOptions, made: _Made) -> str:
