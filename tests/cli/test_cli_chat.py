@@ -198,6 +198,14 @@ def test_the_system_message_is_the_first(model, tmp_path):
     assert [one["role"] for one in saved(tmp_path).note["messages"]] == ["system", *["user", "assistant"] * 2]
 
 
+def test_the_same_command_goes_on_and_another_system_message_is_refused(model, tmp_path):
+    for said in ("the fox", "the dog"):
+        answers(model, "-s", "one", "--system", "be brief", said=[said])
+    assert [one["role"] for one in saved(tmp_path).note["messages"]] == ["system", *["user", "assistant"] * 2]
+    said = " ".join(chat(model, "-s", "one", "--system", "be long", said=["why"], code=2).stderr.split())
+    assert "The conversation one has begun with another system message, and --system is for new ones" in said
+
+
 def test_a_short_system_message_is_never_evicted_unless_it_may_be(model, tmp_path):
     for name, words in (("one", ()), ("two", ("--pin-system", "off")), ("three", ("--budget", 12))):
         answers(model, "-s", name, "--system", "be brief", *words, said=["the fox"])
@@ -221,7 +229,10 @@ def test_a_conversation_about_a_remembered_text(model, tmp_path):
     assert found == [session.ask(one, SHORT).text.lstrip() for one in ("what jumps", "why")]
     assert file.read_bytes() == before
     assert saved(tmp_path).seen > kvkeep.Snapshot.load(file).seen
-    assert "has begun without --memory" in refused(model, "-s", "one", "--memory", file)
+    answers(model, "-s", "one", "--memory", file, said=["so"])  # the same command again
+    assert len(saved(tmp_path).note["messages"]) == 6
+    answers(model, "-s", "two", said=["the fox"])
+    assert "two has begun without the memory of" in refused(model, "-s", "two", "--memory", file)
 
 
 def test_a_model_without_a_template_continues_text(tmp_path):
@@ -466,7 +477,7 @@ def test_two_processes_on_one_conversation(model, tmp_path):
         (["--budget", 17], "--budget 17 is not that of the conversation one"),
         (["--policy", "h2o"], "--policy h2o is not that of the conversation one"),
         (["--dtype", "bfloat16"], "--dtype bfloat16 is not that of"),
-        (["--system", "x"], "has begun without --system"),
+        (["--system", "x"], "has begun without a system message, and --system is for new ones"),
     ],
     ids=str,
 )

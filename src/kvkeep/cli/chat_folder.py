@@ -203,11 +203,20 @@ def _precedes(one: Snapshot, other: Snapshot) -> bool:
     ``False`` also if one of them holds no messages or no token ids.
     """
     told, later = one.note.get("messages"), other.note.get("messages")
-    if one.tokens is None or other.tokens is None or not isinstance(told, list) or not isinstance(later, list):
+    if not isinstance(told, list) or not isinstance(later, list):
         return False
-    begins = len(told) < len(later) and later[: len(told)] == told
-    same = one.fingerprint == other.fingerprint and one.seen <= other.seen
-    return begins and same and one.tokens.tolist() == other.tokens[: one.seen].tolist()
+    return len(told) < len(later) and later[: len(told)] == told and extends(other, one)
+
+
+def extends(later: Snapshot, one: Snapshot) -> bool:
+    """Return whether a memory goes on from an earlier one, ``one``, or is the same: by settings and tokens.
+
+    ``False`` also if one of them holds no token ids.
+    """
+    if one.tokens is None or later.tokens is None:
+        return False
+    same = one.fingerprint == later.fingerprint and one.seen <= later.seen
+    return same and one.tokens.tolist() == later.tokens[: one.seen].tolist()
 
 
 class _TakenError(InputError):

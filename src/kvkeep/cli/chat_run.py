@@ -18,7 +18,7 @@ from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import DEFAULT_BUDGET, default_policy
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
-from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
+from kvkeep.cli.chat_folder import ChatFolder, ChatPlace, extends
 from kvkeep.cli.chat_sessions import ChatSession
 from kvkeep.cli.generate_run import (
     SavedMemory,
@@ -33,6 +33,7 @@ from kvkeep.cli.loading import check_weights, words_for_memory, writer_of
 from kvkeep.cli.memory import full_bytes
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
@@ -46,6 +47,7 @@ from kvkeep.pins import Spans, from_start
 from kvkeep.policies import CONVERSATION
 from kvkeep.policies.registry import label, parse, spec
 from kvkeep.result_files import command
+from kvkeep.snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat_input import TypedMessages
@@ -291,18 +293,34 @@ def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
     """Return the memory that the conversation was saved with, or else that of ``--memory``; ``None`` if there is none.
 
     Raises:
-        InputError: the conversation has a beginning already, and the request brings another one.
+        InputError: the conversation has begun in another way than the request asks for.
         SnapshotError: a file cannot be used.
     """
     if not place.is_saved:
         return None if request.memory is None else SavedMemory.read(request.memory)
-    for flag, given in (("--memory", request.memory), ("--system", request.system)):
-        if given is not None:
-            raise InputError(
-                f"The conversation {place.name} has begun without {flag}, which is for new ones. Leave it out, or "
-                "give another name with --session."
-            )
-    return SavedMemory.read(str(place.file), shown=f"the conversation {place.name}")
+    saved = SavedMemory.read(str(place.file), shown=f"the conversation {place.name}")
+    if (difference := _other_beginning(request, saved.snapshot)) is not None:
+        raise InputError(
+            f"The conversation {place.name} has begun {difference} is for new ones. Leave it out, or give another name "
+            "with --session."
+        )
+    return saved
+
+
+def _other_beginning(request: ChatOptions, saved: Snapshot) -> str | None:
+    """Return how a saved conversation has begun if the request asks for another beginning, with the flag that does, in
+    words; ``None`` if it asks for the same or for none: the same command may be typed again.
+
+    Raises:
+        SnapshotError: the file of ``--memory`` cannot be used.
+    """
+    if request.memory is not None and not extends(saved, SavedMemory.read(request.memory).snapshot):
+        return f"without the memory of {request.memory}, and --memory"
+    told = ConversationHistory.of(saved).messages
+    systems = [message["content"] for message in told if message["role"] == "system"]
+    if request.system is not None and systems != [request.system]:
+        return f"with{' another' if systems else 'out a'} system message, and --system"
+    return None
 
 
 def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine:
