@@ -346,6 +346,15 @@ def test_forks_share_nothing(model, tmp_path):
     assert len(saved(tmp_path, "two").note["messages"]) == 4
 
 
+def test_a_fork_of_an_earlier_run_can_take_its_last_turn_back(model, tmp_path):
+    answers(model, "-s", "one", "-b", 12, said=["the fox", "the dog"])
+    answers(model, "-s", "one", said=["/fork two", "/rewind"])
+    answers(model, "-s", "one", said=["/fork three"])
+    answers(model, "-s", "three", said=["/rewind"])
+    found = [len(saved(tmp_path, name).note["messages"]) for name in ("one", "two", "three")]
+    assert found == [4, 2, 2]
+
+
 def test_a_fork_before_the_first_turn_and_one_without_a_name(model, tmp_path):
     done = chat(model, "-n", 2, "-s", "one", said=["/fork two", "the fox", "/fork"])
     assert "goes on as two; one stays as it is" in done.stderr

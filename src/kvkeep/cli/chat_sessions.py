@@ -272,6 +272,8 @@ class ChatSession:
             InputError: the name cannot be used, or there is a conversation of that name.
         """
         self.save()
+        if not self._states.turns:  # the memory before the last turn lies with the old name alone
+            self._look_back()
         new, old = self.folder.claim(name, new=True), self.place
         try:
             session = self.session.fork()[0]
