@@ -172,6 +172,17 @@ def test_ctrl_c_writes_nothing(kv, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_ctrl_c_after_the_page_is_written_does_not_deny_it(kv, tmp_path, monkeypatch):
+    def pressed(found):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvkeep.cli.explain_run._sum", pressed)
+    done = kv("-f", "report.txt", "-o", "page.html")
+    assert done.exit_code == 130
+    assert (tmp_path / "page.html").exists()
+    assert "no page was written" not in done.said
+
+
 def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

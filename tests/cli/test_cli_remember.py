@@ -293,6 +293,16 @@ def test_ctrl_c_leaves_nothing(text, monkeypatch):
     assert [one.name for one in file.parent.iterdir()] == ["text.txt"]
 
 
+def test_ctrl_c_after_the_file_is_written_says_so(text, monkeypatch):
+    def stop(request, writer, made):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remember_run, "_report", stop)
+    file, done = remember(model_folders.folder(), text, code=130)
+    assert f"stopped; {file} was written" in " ".join(done.stderr.split())
+    assert file.exists()
+
+
 def test_a_full_disk_leaves_the_old_file(text, monkeypatch):
     file, _ = remember(model_folders.folder(), text, "-b", 16)
     before = file.read_bytes()

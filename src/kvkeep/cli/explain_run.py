@@ -87,18 +87,20 @@ def serve(request: ExplainOptions) -> None:
 
     Raises:
         KVKeepError: the request or the model cannot be used, or the page cannot be written.
-        Exit: the user pressed Ctrl-C; no page was written.
+        Exit: the user pressed Ctrl-C; a note says if no page was written.
     """
+    found = None
     try:
         with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
-            _serve(request)
+            found = _recorded(request)
+            _report(request, found)
     except KeyboardInterrupt as interrupt:
-        console.note("stopped; no page was written")
+        console.note("stopped; no page was written" if found is None else "stopped")
         raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
-def _serve(request: ExplainOptions) -> None:
-    """Check the options, run the policies, and write or print what was asked for."""
+def _recorded(request: ExplainOptions) -> Explanation:
+    """Check the options, run the policies on the text, and return the record."""
     policies = None if request.policies is None else split_policies(request.policies)
     options: dict[str, Any] = {
         "case": request.case,
@@ -114,7 +116,7 @@ def _serve(request: ExplainOptions) -> None:
     console.progress(f"loading {name} …")
     writer = writer_of(find(name, allow_pickle=request.allow_pickle), request)
     with ProgressBar("text", "wide bar", "percent", "bare left", text="recording", speed_over_s=_SPEED_OVER_S) as bar:
-        found = explain(
+        return explain(
             writer.model,
             text,
             tokenizer=writer.checkpoint.tokenizer,
@@ -127,7 +129,6 @@ def _serve(request: ExplainOptions) -> None:
             progress=bar.show,
             **options,
         )
-    _report(request, found)
 
 
 def _report(request: ExplainOptions, found: Explanation) -> None:

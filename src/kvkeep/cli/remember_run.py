@@ -20,6 +20,7 @@ from kvkeep.cli.loading import check_weights, with_source, words_for_memory, wri
 from kvkeep.cli.progress import reading
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine.admission import check_room
+from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.passages import Passages, smallest
 from kvkeep.engine.request import Result
@@ -74,18 +75,24 @@ def serve(request: RememberOptions) -> None:
 
     Raises:
         KVKeepError: the request or the model cannot be used, a step failed, or the file cannot be written.
-        Exit: the user pressed Ctrl-C; no file was written.
+        Exit: the user pressed Ctrl-C; a note says whether the file was written.
     """
+    written = False
     try:
         with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
-            _serve(request)
+            writer, made = _made(request)
+            request.check_output()
+            with Uninterrupted():  # so that the note is true
+                noted_fidelity(made.snapshot, made.fidelity).save(request.output)
+                written = True
+            _report(request, writer, made)
     except KeyboardInterrupt as interrupt:
-        console.note(f"stopped; {request.output} was not written")
+        console.note(f"stopped; {request.output} was {'' if written else 'not '}written")
         raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
-def _serve(request: RememberOptions) -> None:
-    """Check the options, read the text, write its memory to ``--output``, and print what was written."""
+def _made(request: RememberOptions) -> tuple[Writer, _Made]:
+    """Check the options, read the text, and return the model and the memory."""
     policy = None if request.policy is None else parse(request.policy)
     if isinstance(request.budget, int):
         budgets.check(request.budget)
@@ -98,12 +105,8 @@ def _serve(request: RememberOptions) -> None:
     text = _prepare(checkpoint, request, policy or default_policy(checkpoint.config, LATER), content)
     writer = writer_of(checkpoint, request, request.adapter, merge=True)
     if request.fidelity is not None:
-        made = _searched(request, writer, text)
-    else:
-        made = _Reader(request, writer, text).read(text.budget)
-    request.check_output()
-    noted_fidelity(made.snapshot, made.fidelity).save(request.output)
-    _report(request, writer, made)
+        return writer, _searched(request, writer, text)
+    return writer, _Reader(request, writer, text).read(text.budget)
 
 
 @dataclass(frozen=True)
