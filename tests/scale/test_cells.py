@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import model_folders
 import pytest
+import torch
 from raycells import CELLS, Real, invoke, rows
 from rich.console import Console
 from typer.testing import CliRunner
@@ -132,6 +133,21 @@ def test_names_of_files_are_those_that_the_user_gave(on, tmp_path, monkeypatch):
     assert {row["options"]["head_budget"] for row in rows(tmp_path / "far")} == {None, "profile:heads.json"}
     assert {row["task"] for row in rows(tmp_path / "far")} == {"perplexity", "choice"}
     assert {row["model"] for row in rows(tmp_path / "far")} == {"model"}
+
+
+def test_a_file_that_a_policy_names_is_found_from_another_folder(on, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = loading.find(model_folders.folder()).config
+    figures = dict.fromkeys(("q_mean_real", "q_mean_imag", "q_abs_mean"), torch.ones(shape.head_dim // 2))
+    places = itertools.product(range(shape.num_hidden_layers), range(shape.num_attention_heads))
+    torch.save({"stats": {f"layer{i:02}_head{j:02}": figures for i, j in places}}, "queries.pt")
+    words = ("--policies", "full,triattention:calibration=queries.pt", "--budgets", 24)
+    for folder, ray in (("one", ()), ("far", ("--ray-workers", 2))):
+        on(Real(4))
+        found = invoke(folder, *words, *ray, tasks=("--tasks", "perplexity"))
+        assert found.exit_code == 0, found.output
+    assert rows(tmp_path / "far") == rows(tmp_path / "one")
+    assert {row["policy"] for row in rows(tmp_path / "far")} == {"full", "triattention:calibration=queries.pt"}
 
 
 def test_a_share_without_a_cell_is_no_error(on, tmp_path):

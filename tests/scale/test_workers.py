@@ -12,13 +12,16 @@ from commands import run, write
 import kvkeep
 from kvkeep.batch.input import BadLine, parse
 from kvkeep.batch.survey import Survey
-from kvkeep.cli import generate_batch, generate_batch_workers
+from kvkeep.cli import generate_batch, generate_batch_workers, serve_run
+from kvkeep.cli.generate import BatchOptions, GenerateOptions
+from kvkeep.cli.serve import ServeOptions
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError, pip_install
 from kvkeep.models import chat_templates
 from kvkeep.scale import cluster, driver
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
 from kvkeep.scale.worker import Built, EngineFacts, LineWorker
+from kvkeep.server.settings import ServerSettings
 
 VERSIONS = {"kvkeep": "1", "torch": "2"}
 
@@ -126,6 +129,25 @@ def test_workers_that_do_not_fit_are_refused_with_what_would():
     with pytest.raises(InputError, match=r"1 worker of 1 CPU, 1 GPU and 4.00 GB does not fit into the cluster, none"):
         check_room([node()], Need(gpus=1, memory=4 * 10**9), 1)
     check_room([node(gpus=2)], Need(gpus=1), 2)
+
+
+def test_workers_and_replicas_get_the_full_paths_of_files(tmp_path, monkeypatch):
+    """They may start in another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads.json").write_text("")
+    (tmp_path / "queries.pt").write_text("")
+    wanted = {"policy": "triattention:calibration={}queries.pt", "head_budget": "profile:{}heads.json"}
+    named, full = ({name: value.format(at) for name, value in wanted.items()} for at in ("", f"{tmp_path}/"))
+    monkeypatch.setattr(generate_batch_workers, "room_for", lambda *args, **options: (Need(), "cpu"))
+    monkeypatch.setattr(generate_batch_workers, "WorkerPool", lambda kind, recipe, *args, **options: recipe)
+    batch = BatchOptions(input="a", output="b", skip_bad=False, max_rows=None, kv_memory=None, compile=False, workers=2)
+    sizes = {"requests": 4, "longest": 9, "budget": 8}
+    for memory, wanted in ((None, full), ("a.kvkeep", named)):
+        asked = GenerateOptions(memory=memory, **named)
+        made = generate_batch_workers.pool_of(asked, batch, memory=memory, **sizes).request
+        assert {"policy": made.policy, "head_budget": made.head_budget} == wanted
+    engine = serve_run._recipe(ServeOptions(**named), ServerSettings(name="a"), "cpu").engine
+    assert full.items() <= engine.items()
 
 
 def test_workers_share_the_cores_of_nodes():

@@ -10,10 +10,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvkeep.cli import console
 from kvkeep.cli.options import ModelOptions
+from kvkeep.policies._head_budgets import PROFILE
+from kvkeep.policies.base import Policy, own_options
 from kvkeep.scale.cluster import LostClusterError, Need, check_room, check_versions, nodes, own_cpus, share
 from kvkeep.scale.driver import ModelRecipe
 
@@ -71,6 +75,19 @@ def whole(name: str | None) -> str | None:
         if path.exists():
             return str(path.resolve())
     return name
+
+
+def whole_rule(head_budget: str | None) -> str | None:
+    """Return a rule for heads with the full path of the profile that it names, see `whole`; other rules unchanged."""
+    rule, colon, file = (head_budget or "").partition(":")
+    return f"{rule}:{whole(file)}" if rule == PROFILE and colon else head_budget
+
+
+def whole_policy(policy: Policy) -> Policy:
+    """Return a policy whose options name files by their full paths, see `whole`; the policy itself if none does."""
+    names = [field.name for field in own_options(type(policy)) if field.metadata.get("file")]
+    files: dict[str, Any] = {name: whole(getattr(policy, name)) for name in names}
+    return replace(policy, **files) if files else policy
 
 
 def model_recipe(request: ModelOptions, device: str, adapters: Mapping[str, str] | None = None) -> ModelRecipe:

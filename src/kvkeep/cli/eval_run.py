@@ -16,7 +16,16 @@ from rich.table import Table
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, model_recipe, room_for, whole
+from kvkeep.cli.cluster import (
+    PROCESS_BYTES,
+    ended_with_its_cluster,
+    interruptible,
+    model_recipe,
+    room_for,
+    whole,
+    whole_policy,
+    whole_rule,
+)
 from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
@@ -544,8 +553,9 @@ def _fill(
                 return None
             number, piece = item
             # a worker stands in another folder
-            planned = replace(piece.planned, setup=_with_whole_path(piece.planned.setup))
-            return number, replace(piece, planned=planned)
+            policy, setup = whole_policy(piece.planned.policy), piece.planned.setup
+            setup = replace(setup, head_budget=whole_rule(setup.head_budget))
+            return number, replace(piece, planned=replace(piece.planned, policy=policy, setup=setup))
 
         def write(answer: WorkResult) -> str | None:
             if answer.whole["dtype"] != about["dtype"]:
@@ -555,12 +565,6 @@ def _fill(
 
         outcome = run_pieces(pool, take, write, stopped)
     outcome.check(lambda failed: _unfinished(failed, queue.cells))
-
-
-def _with_whole_path(setup: Setup) -> Setup:
-    """Return the setup with the full path of the profile that its rule for heads names; the same if it names none."""
-    rule, colon, file = (setup.head_budget or "").partition(":")
-    return replace(setup, head_budget=f"{rule}:{whole(file)}") if rule == "profile" and colon else setup
 
 
 def _unfinished(failed: Mapping[int, str], cells: Mapping[int, Planned]) -> str:

@@ -17,7 +17,7 @@ from kvkeep.batch.output import OutputFile
 from kvkeep.batch.survey import TokenCounts
 from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.cli import console, distributed
-from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole, whole_policy, whole_rule
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
@@ -45,6 +45,7 @@ from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.policies.registry import spec
 from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
 from kvkeep.scale.worker_pool import Item, WeightLayout, WorkerPool, WorkResult
@@ -248,7 +249,7 @@ class EngineRecipe:
     """What a worker needs to make the engine of a job; see `kvkeep.scale.worker.Make`.
 
     Attributes:
-        request: the options of the command, with the model's whole path.
+        request: the options of the command, with whole paths.
         batch: the options of the job.
         most: the number of requests of a worker.
         budget: tokens kept per layer and head.
@@ -324,6 +325,9 @@ def pool_of(
     )
     places: dict[str, Any] = {"model": whole(request.model), "memory": whole(request.memory)}
     places["adapter"] = {name: str(whole(folder)) for name, folder in request.adapter.items()}
+    if request.memory is None:  # otherwise these are the memory's own words, by which a worker knows its settings
+        places["policy"] = spec(whole_policy(parse_policy(request.policy)))
+        places["head_budget"] = whole_rule(request.head_budget)
     asked = replace(request, **places, device=device)
     recipe = EngineRecipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
     return WorkerPool(LINES, recipe, batch.workers, need, like=like, tell=console.note)

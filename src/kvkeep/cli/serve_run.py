@@ -22,7 +22,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout, default_policy
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for
+from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for, whole_policy, whole_rule
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
@@ -177,6 +177,9 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
 def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> ReplicaRecipe:
     """Return the recipe from which replicas are made: model, engine and server settings, on a device."""
     options = engine_options(request)
+    # a replica may start in another folder
+    options["policy"] = spec(whole_policy(parse_policy(request.policy)))
+    options["head_budget"] = whole_rule(request.head_budget)
     # each replica gives its engine a folder of its own within the shared one
     del options["session_dir"]
     return ReplicaRecipe(
