@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from kvkeep.batch.output import OutputFile
 from kvkeep.cli.main import app
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, ModelFileError
 from kvkeep.scale import remote_files
 from kvkeep.scale.remote_files import Destination, as_parquet, is_foreign_output
 
@@ -270,6 +270,21 @@ def test_a_folder_that_goes_away_while_it_is_locked_is_made_again(bucket, tmp_pa
         assert target.path.parent.is_dir()
     assert next(times, None) is None
     assert not target.path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [ModelFileError("There is no model."), OSError(28, "No space left on device")], ids=str
+)
+def test_errors_while_an_input_is_in_use_are_not_those_of_its_copy(error, source):
+    with pytest.raises(type(error)) as found, remote_files.as_lines(f"file://{source}"):
+        raise error
+    assert found.value is error
+
+
+def test_a_copy_of_an_input_needs_a_folder(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(InputError, match="There is no folder for a copy"), remote_files.as_lines(f"file://{source}"):
+        pass
 
 
 def test_which_outputs_are_foreign():

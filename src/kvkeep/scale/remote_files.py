@@ -70,21 +70,22 @@ def as_lines(source: str) -> Iterator[Path]:
     except ImportError as error:
         raise InputError(f"{source} is read by pyarrow, which is not installed: {pip_install(EXTRA)}.") from error
     try:
-        with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
-            copy = Path(folder) / "lines.jsonl"
-            try:
-                # pyarrow takes no relative path
-                system, path = fs.FileSystem.from_uri(source if is_address(source) else str(Path(source).resolve()))
-                with copy.open("wb") as target:
-                    for name in _files(system, path, source):
-                        _copy(system, name, target)
-            except InputError:  # says already what happened
-                raise
-            except Exception as error:  # whatever a file system raises: no such file, no rights, no network
-                raise InputError(f"The input {source} cannot be read: {one_line(error):.300}") from error
-            yield copy
+        made = tempfile.TemporaryDirectory(prefix="kvkeep-")
     except OSError as error:
         raise InputError(f"There is no folder for a copy of {source}: {error.strerror}. Set TMPDIR.") from error
+    with made as folder:
+        copy = Path(folder) / "lines.jsonl"
+        try:
+            # pyarrow takes no relative path
+            system, path = fs.FileSystem.from_uri(source if is_address(source) else str(Path(source).resolve()))
+            with copy.open("wb") as target:
+                for name in _files(system, path, source):
+                    _copy(system, name, target)
+        except InputError:  # says already what happened
+            raise
+        except Exception as error:  # whatever a file system raises: no such file, no rights, no network
+            raise InputError(f"The input {source} cannot be read: {one_line(error):.300}") from error
+        yield copy
 
 
 def _files(system: Any, path: str, source: str) -> list[str]:
