@@ -12,8 +12,9 @@ import pytest
 import rayjobs
 from commands import run, write
 
+import kvkeep
 from kvkeep.scale import cluster, worker
-from kvkeep.scale.ray_data import generate
+from kvkeep.scale.ray_data import Stage, generate
 from kvkeep.scale.worker import Built
 from kvkeep.scale.worker_pool import WorkerPool
 
@@ -203,8 +204,6 @@ def test_a_dataset_goes_through_a_stage(address, ray, tmp_path, comparable):
     assert sorted(one["id"] for one in found) == list(range(33))
     bad = {one["id"]: one["completion"]["error"] for one in found if one["completion"]["error"]}
     assert sorted(bad) == [30, 31, 32]
-    import kvkeep
-
     engine = Engine(*comparable.loaded, budget=64)
     for one in found:
         if one["id"] < 30:
@@ -212,6 +211,16 @@ def test_a_dataset_goes_through_a_stage(address, ray, tmp_path, comparable):
                 one["prompt"], kvkeep.SamplingParams(max_new_tokens=one["options"]["max_new_tokens"])
             )
             assert one["completion"]["text"] == alone.text
+
+
+@pytest.mark.parametrize("options", [None, {"seed": 1}], ids=str)
+def test_a_row_with_a_value_that_is_no_json_fails_alone(options):
+    pyarrow = pytest.importorskip("pyarrow")
+    odd = {"prompt": None, "messages": [{"role": "user", "content": b"A dog"}], "options": options}
+    stage = Stage(None, kvkeep.SamplingParams(max_new_tokens=2), False, "float32", {"budget": 64})
+    found = stage(pyarrow.Table.from_pylist([odd, {"prompt": "A dog"}])).to_pylist()
+    assert [one["completion"]["new_tokens"] for one in found] == [None, 2]
+    assert "has no form in JSON" in found[0]["completion"]["error"]
 
 
 def test_the_python_of_the_page_runs(address, ray, tmp_path):

@@ -136,7 +136,8 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
         raw: whether texts are taken without the chat template.
 
     Raises:
-        InputError: the row has not just one of prompt and messages, or a wrong option.
+        InputError: the row has not just one of prompt and messages, a value for which JSON has no form, or a wrong
+            option.
         ValueError: the options are a text that is no JSON.
     """
     prompt, messages, options = (bare(row.get(name)) for name in _READ)
@@ -146,18 +147,26 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
         options = json.loads(options)
     if prompt is not None and not isinstance(prompt, str):
         raise InputError('its "prompt" is no text')
+    sequence = _sequence(prompt, messages, options)
     # the prompt is set below as a text: any token stands for it while the options are checked
     asked = request_of(1, (0,), options or {}, sampling)
-    own = isinstance(options, dict) and "seed" in options  # such a row draws as it would alone
-    sequence = 0 if own else _sequence(prompt, messages, options)
+    if isinstance(options, dict) and "seed" in options:  # such a row draws as it would alone
+        sequence = 0
     return dataclasses.replace(asked, prompt=prompt, messages=messages, raw=raw, sequence=sequence)
 
 
 def _sequence(*content: Any) -> int:
     """Return the number that tells rows apart when tokens are drawn: 62 bits of a fingerprint of a row's content, as
-    numbers of sequences are signed ones of 64 bits. The content has to be JSON.
+    numbers of sequences are signed ones of 64 bits.
+
+    Raises:
+        InputError: JSON has no form for a value, such as bytes or a time.
     """
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
+    try:
+        text = json.dumps(content, sort_keys=True)
+    except TypeError as error:
+        raise InputError(f"one of its values has no form in JSON: {error}") from error
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
