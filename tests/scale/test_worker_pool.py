@@ -141,6 +141,12 @@ def test_a_crew_whose_workers_all_die_says_so(monkeypatch):
         run(monkeypatch, Cluster(0, deadly=range(1, 100)), 40)
 
 
+def test_the_last_reason_is_that_of_a_worker_that_cannot_be_replaced(monkeypatch):
+    cluster = Cluster(0, deadly=range(1, 100), weights=("w", "other"))
+    with pytest.raises(InputError, match=r"could not be replaced\. The last reason: Workers have different weights"):
+        run(monkeypatch, cluster, 4, size=1)
+
+
 def test_a_worker_with_other_weights_is_given_up(monkeypatch):
     with pytest.raises(InputError, match="different weights under one name"):
         run(monkeypatch, Cluster(0, weights=("w", "other")), 4)

@@ -338,9 +338,9 @@ class WorkerPool(Generic[F]):
                 return
             if all(slot.handle is None for slot in self._slots):
                 raise InputError(
-                    f"No worker is left: each died {DEATHS} times without an answer, at last of this: {self._last}. "
-                    "Perhaps they need more than their nodes have; the nodes' logs of Ray say more. The same command "
-                    "goes on from here."
+                    f"No worker is left: each died {DEATHS} times without an answer, or could not be replaced. The "
+                    f"last reason: {self._last.rstrip('.')}. Perhaps they need more than their nodes have; the nodes' "
+                    "logs of Ray say more. The same command goes on from here."
                 )
             starting = [slot.starting for slot in self._slots if slot.starting is not None]
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
@@ -453,6 +453,7 @@ class WorkerPool(Generic[F]):
                 if reference is slot.starting:
                     if problem := self._welcome(slot, said):
                         self._dismiss(slot)
+                        self._last = problem
                         self._tell(f"worker {slot.number} is given up: {problem}")
                 else:
                     del slot.running[reference]
