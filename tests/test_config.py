@@ -69,6 +69,7 @@ def test_every_name_is_written_so_that_it_can_be_read(name):
         ("layer_budget = 'rammp:3'", "rammp"),
         ("layer_budget = [1, 'x']", "is not a rule"),
         ("layer_budget = []", "is not a rule"),
+        ("layer_budget = [0, 1]", "a weight above 0 for each layer"),
         ("layer_budget = [nan]", "is not a rule"),
         ("head_budget = 'adda'", "Unknown head budget"),
         ("head_budget = 3", "is not a text"),

@@ -200,8 +200,8 @@ def _whole(value: object) -> str | None:
 
 
 def _rule(value: object) -> str | None:
-    """Return in words what the setting should be if it is neither a text nor weights, numbers of 0 or more; ``None`` if
-    it is weights or a rule over layers.
+    """Return in words what the setting should be if it is neither a text nor weights, numbers above 0; ``None`` if it
+    is weights or a rule over layers.
 
     Raises:
         BudgetError: the text is no such rule.
@@ -210,8 +210,9 @@ def _rule(value: object) -> str | None:
         # raises an error that names the rules if the text is none of them
         budgets.per_layer(value, budget=1, layers=1)  # the numbers do not matter for that
         return None
-    numbers = isinstance(value, tuple) and bool(value) and all(_share(one, most=float("inf")) is None for one in value)
-    return None if numbers else "a rule such as 'ramp:0.2', or a list with a weight for each layer"
+    if isinstance(value, tuple) and value and all(_share(one, most=float("inf")) is None and one for one in value):
+        return None
+    return "a rule such as 'ramp:0.2', or a list with a weight above 0 for each layer"
 
 
 def _heads(value: object) -> str | None:
