@@ -181,7 +181,7 @@ def test_a_device_is_refused_although_standard_input_is_closed(monkeypatch):
     def closed(number):
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(files, "os", SimpleNamespace(fstat=closed))
+    monkeypatch.setattr(files, "os", SimpleNamespace(fstat=closed, devnull=os.devnull))
     with pytest.raises(InputError, match="/dev/zero is a device"):
         files.read_again("/dev/zero", kind="input").__enter__()
 
@@ -190,6 +190,13 @@ def test_a_device_is_refused_although_standard_input_is_closed(monkeypatch):
 def test_a_text_is_not_read_from_a_device_until_memory_is_full(device):
     with pytest.raises(InputError, match=rf"^The text file {device} is a device, which may have no end"):
         files.read_text(device, kind="text file", purpose="")
+
+
+def test_the_null_device_is_empty(monkeypatch):
+    elsewhere = SimpleNamespace(st_rdev=0)  # standard input may be that device in tests
+    monkeypatch.setattr(files, "os", SimpleNamespace(fstat=lambda number: elsewhere, devnull=os.devnull))
+    with pytest.raises(InputError, match=r"^The text file /dev/null is empty\."):
+        files.read_text(os.devnull, kind="text file", purpose="")
 
 
 def test_standard_output_is_not_blamed_for_other_failures(monkeypatch, capsys):

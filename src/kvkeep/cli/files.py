@@ -252,10 +252,12 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _is_endless(path: Path) -> bool:
-    """Return whether a file is a device such as ``/dev/zero`` or a terminal, unless standard input comes from it."""
+    """Return whether a file is a device such as ``/dev/zero`` or a terminal, unless standard input comes from it, or it
+    is ``/dev/null``, which is empty.
+    """
     with suppress(OSError):
         found = path.stat()
-        if stat.S_ISCHR(found.st_mode):
+        if stat.S_ISCHR(found.st_mode) and not path.samefile(os.devnull):
             with suppress(OSError):  # standard input is closed
                 return found.st_rdev != os.fstat(0).st_rdev
             return True
