@@ -721,7 +721,12 @@ MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="25
 TEMPERATURE = described(parameters.TEMPERATURE, flags=("-t",))
 PIN_SYSTEM = described(parameters.PIN_SYSTEM, read=parse_switch)
 REPETITION_DETECTION = described(parameters.REPETITION_DETECTION, default="off", read=parse_repetition_detection)
-MAX_ROWS = Option(help="Sequences at once. Default: 16; with --kv-memory as many as it holds.", default=None, metavar="N", group=MEMORY)
+MAX_ROWS = Option(
+    help="Sequences at once. Default: 16; with --kv-memory as many as it holds.",
+    default=None,
+    metavar="N",
+    group=MEMORY,
+)
 NO_PLOTS = Option(
     help="Draw no plots; they need matplotlib (extra: plots).",
     flags=("--no-plots",),
