@@ -272,6 +272,7 @@ class Named(EveryOther):
     "raises": "1 / 0",
     "exits": "import sys; sys.exit(3)",
     "lacks": "import nowhere_to_be_found",
+    "lacks_its_beginning": "import lacks_its_begin",
     "syntax": "class (",
 }
 
@@ -334,6 +335,10 @@ def test_module_and_class_name_a_policy(here, text, sinks):
         ("raises_for_kvkeep:Policy", "cannot be imported: ZeroDivisionError: division by zero"),
         ("exits_for_kvkeep:Policy", "cannot be imported: SystemExit: 3"),
         ("lacks_for_kvkeep:Policy", "cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        (
+            "lacks_its_beginning_for_kvkeep:Policy",
+            "cannot be imported: ModuleNotFoundError: No module named 'lacks_its_begin'",
+        ),
         ("syntax_for_kvkeep:Policy", "cannot be imported: SyntaxError: "),
         ("h20:recent", "There is no policy and no module 'h20'. Did you mean 'h2o'?"),
         ("h20:recent=3", "Unknown policy 'h20'. Did you mean 'h2o'?"),
