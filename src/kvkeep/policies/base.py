@@ -336,7 +336,7 @@ class Policy(Abilities, abc.ABC):
         """Check the type and the range of each option.
 
         Raises:
-            PolicyError: a value has another type, or is out of range.
+            PolicyError: a value has another type, is out of range, or is a text that `kvkeep.spec` could not write.
         """
         kinds = kinds_of(type(self))
         for entry in dataclasses.fields(self):
@@ -349,6 +349,12 @@ class Policy(Abilities, abc.ABC):
             if isinstance(value, int | float) and not low <= value <= high:  # NaN as well
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} is out of range; {wanted}.")
+            if isinstance(value, str) and value != entry.default and not _is_writable(value, kind):
+                raise PolicyError(
+                    f"{type(self).__name__}: {entry.name}={value!r:.200} cannot be written into the policy's string, "
+                    "by which files name it: there a text is not empty, has no comma, does not begin or end with a "
+                    "blank, and none stands for no text. Choose another; if it is a file, rename it."
+                )
             if entry.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} has no middle; use an odd number.")
 
@@ -455,6 +461,12 @@ class Policy(Abilities, abc.ABC):
 def _show(value: object) -> str:
     """Return an option's value as a user writes it."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _is_writable(text: str, kind: object) -> bool:
+    """Return whether `kvkeep.policies.registry.parse` reads the text of an option of this kind as it is written."""
+    means_none = text.lower() == "none" and _is_a(None, kind)
+    return bool(text) and text == text.strip() and "," not in text and not means_none
 
 
 def _is_a(value: object, kind: object) -> bool:
