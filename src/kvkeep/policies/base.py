@@ -246,7 +246,21 @@ class Abilities:
 _T = TypeVar("_T")
 
 _TRIES = 64
-"""Steps of the search for the smallest budget that holds pins: where each larger budget protects more, none does."""
+"""Steps of the search for the smallest budget that is enough: where each larger budget protects more, none is."""
+
+
+def enough(needed: Callable[[int], int], least: int) -> int | None:
+    """Return the smallest budget that is enough; ``None`` if there seems to be none.
+
+    Args:
+        needed: returns how many slots are needed under a budget; under a larger budget that may be more.
+        least: how many are needed at least.
+    """
+    for _ in range(_TRIES):
+        if (more := needed(least)) <= least:
+            return least
+        least = more
+    return None
 
 
 def option(
@@ -391,14 +405,16 @@ class Policy(Abilities, abc.ABC):
         """Refuse a budget that is smaller than the number of protected tokens.
 
         Raises:
-            BudgetError: the budget is too small. The message names the smallest budget that would do.
+            BudgetError: the budget is too small. The message names the smallest budget that would do, if there is one.
         """
         sinks, recent = self.protected(budget)
-        if sinks + recent > budget:
-            raise BudgetError(
-                f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. Raise "
-                f"the budget to at least {sinks + recent}, or protect fewer."
-            )
+        if sinks + recent <= budget:
+            return
+        least = enough(lambda larger: sum(map(int, self.protected(larger))), sinks + int(recent))
+        remedy = f"Raise the budget to at least {least}, or protect fewer" if least else "Protect fewer"
+        raise BudgetError(
+            f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. {remedy}."
+        )
 
     def check_pins(self, budget: int, pins: Spans) -> None:
         """Refuse pins that do not fit into a budget beside the tokens that the policy protects.
@@ -406,15 +422,12 @@ class Policy(Abilities, abc.ABC):
         A policy that does not evict has no such limit.
 
         Raises:
-            BudgetError: the pins do not fit. The message names the smallest budget that would do.
+            BudgetError: the pins do not fit. The message names the smallest budget that would do, if there is one.
         """
         if not self.evicts or not pins or (needed := self._needed(budget, pins)) <= budget:
             return
-        # a larger budget may protect more tokens, so the smallest one that is enough has to be searched for
-        least, tries = needed, 0
-        while (more := self._needed(least, pins)) > least and tries < _TRIES:
-            least, tries = more, tries + 1
-        remedy = f"Raise the budget to at least {least}, or pin fewer" if tries < _TRIES else "Pin fewer"
+        least = enough(lambda larger: self._needed(larger, pins), needed)
+        remedy = f"Raise the budget to at least {least}, or pin fewer" if least else "Pin fewer"
         raise BudgetError(
             f"{count(pins)} tokens are pinned, and {self} needs slots for others beside them, together {needed}: more "
             f"than the budget of {budget}. {remedy}."
