@@ -8,6 +8,7 @@ from sweeps import sweep
 
 from kvkeep.attention_stats import Low, Mass, Nothing
 from kvkeep.backends import AttentionInputs, Backend, SecondReading, reference
+from kvkeep.errors import InputError
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
@@ -45,6 +46,12 @@ def test_a_token(name, statistic, option):
 @pytest.mark.parametrize(("name", "statistic", "option"), list(asked(ON_CHUNK, OF_CHUNK)))
 def test_a_chunk(name, statistic, option):
     check(backend_of(name), *on(name, chunk(pads=5, E=48), ON_CHUNK[statistic], OF_CHUNK[option]))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_tokens_is_refused(window):
+    with pytest.raises(InputError, match=f"window={window} hides .* Give 1 or more, or None"):
+        AttentionOptions(scaling=0.2, window=window)
 
 
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.5), Low(live=True)], ids=["mass", "gain", "low"])
