@@ -54,6 +54,16 @@ def test_a_window_of_no_tokens_is_refused(window):
         AttentionOptions(scaling=0.2, window=window)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_gain_of_0_counts_keys_behind_the_window(backend, softcap):
+    """As `Mass` has it, whatever keys a kernel need not read for the output."""
+    options = AttentionOptions(scaling=0.2, window=9, softcap=softcap)
+    for rows, gain in ((7, torch.tensor([0.0, 1.5])), (-1, torch.tensor([0.0, 0.0]))):
+        check(
+            backend, *on(backend.name, chunk(T=150, S=70, D=16, G=1, Hk=1, pads=5), Mass(rows=rows, gain=gain), options)
+        )
+
+
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.5), Low(live=True)], ids=["mass", "gain", "low"])
 def test_a_sink_that_takes_nearly_all(backend, statistic):
     """Kernels make the report of a gain from the logits, so it does not underflow with the probabilities."""
