@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.errors import InputError
 from kvkeep.head_sharding import ALONE, Heads
 
 State: TypeAlias = dict[str, Tensor]
@@ -129,6 +130,9 @@ class AttentionOptions:
         top: use only the largest probabilities. Policies ask for it, models never do. Statistics see the probabilities
             that are used.
         output: projection of the heads' outputs, for policies that look at it. Attention does not.
+
+    Raises:
+        InputError: the window holds no token.
     """
 
     scaling: float
@@ -137,6 +141,12 @@ class AttentionOptions:
     sinks: Float[Tensor, " Hq"] | None = None
     top: Top | None = None
     output: OutputProjection | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:  # to some kernels 0 is no window at all
+            raise InputError(
+                f"window={self.window} hides even a query's own token. Give 1 or more, or None for full attention."
+            )
 
 
 @runtime_checkable

@@ -42,7 +42,10 @@ needs_the_kernel = pytest.mark.skipif(native().library is None, reason=native().
     [
         (True, ("cuda",), CPU, torch.float32, "native", "kernel.so"),
         (True, ("cuda", "cpu"), CPU, torch.bfloat16, "native", "kernel.so"),
-        (True, ("cuda",), CPU, torch.float64, "torch", "kernel.so"),
+        (
+            *(True, ("cuda",), CPU, torch.float64, "torch"),
+            "the native kernel reads float32, bfloat16, float16, and no float64",
+        ),
         (False, ("cuda",), CPU, torch.float32, "torch", "no C++ compiler was found"),
         (True, ("cuda",), CUDA, torch.float16, "triton", "on cuda"),
         (True, (), CUDA, torch.float16, "torch", "on none"),

@@ -98,6 +98,10 @@ def test_a_damaged_library_is_compiled_again(left, cache, compiler):
     assert compiler.read_text() == "once\nonce\n"
 
 
+def test_a_library_that_another_process_has_just_removed_is_none(cache):
+    assert build._opened(cache / "kernel-gone.so") is None
+
+
 @needs_the_kernel
 def test_processes_that_compile_at_the_same_time(cache, compiler):
     found = []

@@ -84,6 +84,12 @@ def test_a_ratio_is_counted_as_kvpress_counts(ratio, tokens, left):
     assert KnormPress(ratio).cache_options([tokens], 6).budgets == [left]
 
 
+def test_a_ratio_of_each_layer_is_counted_so_too():
+    press = PerLayerCompressionPress(KnormPress(), [0.245] * 6)
+    assert press.cache_options([100, 10], 6).budgets == [75, 7]
+    assert PerLayerCompressionPress(KnormPress(), [0.999] * 6).cache_options([10], 6).budgets == [1]
+
+
 def test_generation_stays_within_the_budget_of_the_prompt(model):
     ids = torch.tensor([MADE["tokens"][:60]])
     with KnormPress(0.5)(model):

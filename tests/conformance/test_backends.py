@@ -8,6 +8,7 @@ from sweeps import sweep
 
 from kvkeep.attention_stats import Low, Mass, Nothing
 from kvkeep.backends import AttentionInputs, Backend, SecondReading, reference
+from kvkeep.errors import InputError
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
@@ -45,6 +46,22 @@ def test_a_token(name, statistic, option):
 @pytest.mark.parametrize(("name", "statistic", "option"), list(asked(ON_CHUNK, OF_CHUNK)))
 def test_a_chunk(name, statistic, option):
     check(backend_of(name), *on(name, chunk(pads=5, E=48), ON_CHUNK[statistic], OF_CHUNK[option]))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_tokens_is_refused(window):
+    with pytest.raises(InputError, match=f"window={window} hides .* Give 1 or more, or None"):
+        AttentionOptions(scaling=0.2, window=window)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_gain_of_0_counts_keys_behind_the_window(backend, softcap):
+    """As `Mass` has it, whatever keys a kernel need not read for the output."""
+    options = AttentionOptions(scaling=0.2, window=9, softcap=softcap)
+    for rows, gain in ((7, torch.tensor([0.0, 1.5])), (-1, torch.tensor([0.0, 0.0]))):
+        check(
+            backend, *on(backend.name, chunk(T=150, S=70, D=16, G=1, Hk=1, pads=5), Mass(rows=rows, gain=gain), options)
+        )
 
 
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.5), Low(live=True)], ids=["mass", "gain", "low"])

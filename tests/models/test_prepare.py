@@ -90,6 +90,13 @@ def test_a_model_on_another_device_is_said_to_run_there():
     assert describe(made().to("meta")) == "as transformers has them, with the backend for meta"
 
 
+def test_a_dtype_that_the_kernel_does_not_read_is_named():
+    model = MODELS["llama"][0](LlamaConfig(**SIZES)).double()
+    assert describe(model) == (
+        "as transformers has them, in torch: the native kernel reads float32, bfloat16, float16, and no float64"
+    )
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_how_steps_run_is_said(name):
     model, _ = fused_copy(made(name))

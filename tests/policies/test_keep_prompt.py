@@ -9,7 +9,7 @@ from kvkeep.cache.decode_replay import DecodePath
 from kvkeep.errors import PolicyError
 from kvkeep.kv.ranking import pinned
 from kvkeep.kv.row_copy import put_row, take_row
-from kvkeep.policies._keep_prompt import keeping, with_prompt
+from kvkeep.policies._keep_prompt import check_read, keeping, with_prompt
 from kvkeep.testing import LAWS, Case
 from kvkeep.types import AttentionOptions, Phase
 
@@ -218,6 +218,18 @@ def test_a_prompt_without_room_is_refused_and_nothing_has_changed():
     assert held(layer) == before
     feed(layer, 5, Phase.PREFILL)  # one slot is left for new tokens
     feed(layer, 1, Phase.DECODE)
+
+
+def test_no_budget_is_named_where_none_is_enough():
+    class All(kvkeep.Policy):
+        def protected(self, budget):
+            return 0, budget
+
+        def score(self, view, state):
+            return view.positions.float()
+
+    with pytest.raises(BudgetError, match=r"budget of 8\. Let the prompt be cut first: keep_prompt=0\.5"):
+        check_read(keeping(All(), True), 8, ((0, 6),))
 
 
 def test_a_share_that_leaves_no_room_is_refused_at_once():

@@ -14,6 +14,7 @@ from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names, builtin_summary, r
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.random import Random
+from kvkeep.policies.triattention import TriAttention
 
 
 def test_the_files_name_is_the_policys_name():
@@ -268,10 +269,14 @@ class Unknown(EveryOther):
 @dataclass(frozen=True, kw_only=True)
 class Named(EveryOther):
     label: str = "none"
+@dataclass(frozen=True, kw_only=True)
+class Titled(EveryOther):
+    title: str = ""
 """,
     "raises": "1 / 0",
     "exits": "import sys; sys.exit(3)",
     "lacks": "import nowhere_to_be_found",
+    "lacks_its_beginning": "import lacks_its_begin",
     "syntax": "class (",
 }
 
@@ -334,6 +339,10 @@ def test_module_and_class_name_a_policy(here, text, sinks):
         ("raises_for_kvkeep:Policy", "cannot be imported: ZeroDivisionError: division by zero"),
         ("exits_for_kvkeep:Policy", "cannot be imported: SystemExit: 3"),
         ("lacks_for_kvkeep:Policy", "cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        (
+            "lacks_its_beginning_for_kvkeep:Policy",
+            "cannot be imported: ModuleNotFoundError: No module named 'lacks_its_begin'",
+        ),
         ("syntax_for_kvkeep:Policy", "cannot be imported: SyntaxError: "),
         ("h20:recent", "There is no policy and no module 'h20'. Did you mean 'h2o'?"),
         ("h20:recent=3", "Unknown policy 'h20'. Did you mean 'h2o'?"),
@@ -353,6 +362,19 @@ def test_an_option_may_be_any_text(here):
     policy = kvkeep.parse("needs_for_kvkeep:Named:label= a b ,sinks=2")
     assert (policy.label, policy.sinks) == ("a b", 2)
     assert kvkeep.spec(policy) == "needs_for_kvkeep:Named:sinks=2,label=a b"
+
+
+@pytest.mark.parametrize("text", ["a,b.pt", "a,sinks=3", " a", "a ", "", "none", "None"])
+def test_a_text_that_a_string_could_not_hold_is_refused(text):
+    """Files name a policy by its string, and would be read as another one."""
+    with pytest.raises(kvkeep.PolicyError, match=r"cannot be written .* rename it"):
+        TriAttention(calibration=text)
+
+
+def test_a_text_may_be_none_where_nothing_else_is_meant_by_it(here):
+    label = kvkeep.parse("needs_for_kvkeep:Titled:title=none")
+    assert label.title == "none"
+    assert kvkeep.parse(kvkeep.spec(label)) == label
 
 
 def test_a_registered_name_goes_before_a_module(here):

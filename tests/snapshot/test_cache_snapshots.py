@@ -124,6 +124,20 @@ def test_a_prompt_that_was_announced_is_still_a_prompt():
     assert again.snapshot().contents.layers[0].tensors["prompt"] == 21
 
 
+def test_the_prompt_of_the_rows_that_stay_is_still_a_prompt():
+    text = ids(6, rows=2)
+    cache, other = bounded(model(), "snapkv:window=2"), bounded(model(), "snapkv:window=2")
+    with torch.inference_mode():
+        feed(model(), other, text[:1], 0, 20)
+        inputs = cache.continue_with(text[:, :21])
+        model()(input_ids=inputs["input_ids"][:, :20], past_key_values=cache)
+        want = cache.snapshot(1).pending
+        cache.restore(0, other.snapshot(tokens=text[0, :20]))
+        assert cache.snapshot(1).pending == want == 1
+        model()(input_ids=text[:, 20:21], past_key_values=cache)
+    assert cache.snapshot(1).contents.layers[0].tensors["prompt"] == 21
+
+
 def test_copies_of_a_cache_are_independent():
     tokens, cache = ids(7), bounded(model())
     feed(model(), cache, tokens, 0, 25)

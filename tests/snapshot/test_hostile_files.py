@@ -12,6 +12,7 @@ from safetensors.torch import save
 from snapshot_models import bounded, feed, ids, model
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
+from kvkeep.snapshot.snapshot import SnapshotAbout
 
 ROOM = 2**33
 
@@ -256,6 +257,26 @@ def overwritten(good, name, index, value, kind="<i"):
 )
 def test_a_file_whose_tensors_lie(name, index, value, message, good, tmp_path):
     assert message in refused(tmp_path, overwritten(good, name, index, value))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (entry("tokens", dtype="F32"), "it has not one token id for each of 25 tokens"),
+        (entry("tokens", shape=[5, 5]), "it has not one token id for each of 25 tokens"),
+        (number(seen=20, prompt=20), "it has not one token id for each of 20 tokens"),
+        (None, "a token id is negative"),
+    ],
+)
+def test_ids_that_lie_are_refused_where_nothing_else_is_read(change, message, good, tmp_path):
+    data = overwritten(good, "tokens", 4, -7)
+    if change is not None:
+        header, found, tensors = parts(good)
+        change(header, found)
+        data = joined(header, found, tensors)
+    assert message in refused(tmp_path, data)
+    with pytest.raises(SnapshotError, match=message):
+        SnapshotAbout.read(tmp_path / "bad.kvkeep")
 
 
 def test_bits_that_lie(good, tmp_path):

@@ -74,6 +74,9 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
     details = {"native": native().detail, "triton": launch.kernels().detail}
     if name in details:
         return details[name]
+    if device.type == "cpu" and native().library is not None:
+        known = ", ".join(str(kind).removeprefix("torch.") for kind in TYPES)
+        return f"the native kernel reads {known}, and no {str(dtype).removeprefix('torch.')}"
     # torch works, so there is no kernel, and its detail says why
     return native().detail if device.type == "cpu" else launch.kernels().detail
 

@@ -63,7 +63,8 @@ def chosen_last(
     scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"], before: Int[Tensor, "B #Hk"]
 ) -> Float[Tensor, "B Hk S"]:
     """Return new scores in which the tokens at positions below ``before`` have the largest finite number, so that they
-    go after all others; among each other the oldest goes first. Other scores stay.
+    go after all others; among each other the oldest goes first. Other scores stay, and must be below that number, as
+    positions are.
     """
     return scores.masked_fill(positions < before[:, :, None], torch.finfo(scores.dtype).max)
 

@@ -490,6 +490,8 @@ def attention_forward(
     key, value, layer = unwrap(key, value)
     # without a mask nothing is padded, and the queries are those of the last tokens
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
+    if mask.window is not None and mask.window < 1:
+        raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=mask.window,
@@ -518,12 +520,10 @@ def _bounded(
     """Run a step of the bounded layer that the keys come from, and return the attention output.
 
     Raises:
-        UnsupportedModelError: the layer's sliding window is not that of its cache, or holds no token.
+        UnsupportedModelError: the layer's sliding window is not that of its cache.
         ShapeError: see `PaddingMask.new_tokens`.
     """
     stepper = layer.take()
-    if options.window is not None and options.window < 1:
-        raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")
     if options.window != layer.window:
         raise UnsupportedModelError(
             f"The model asks for a sliding window of {options.window} tokens where its configuration gives the cache "

@@ -123,8 +123,9 @@ def describe(model: nn.Module) -> str:
         return f"as transformers has them, with the backend for {place.type}"
     if vars(model).get(_LEFT):
         return f"as transformers has them, in torch: `fused=False` or {SWITCH}=0 was given"
-    if weight is None or not choose(place, weight.dtype).has_layer_ops:
-        return f"as transformers has them, in torch: {why(place, torch.float32)}"
+    dtype = torch.float32 if weight is None else weight.dtype
+    if not choose(place, dtype).has_layer_ops:
+        return f"as transformers has them, in torch: {why(place, dtype)}"
     return "as transformers has them, in torch: its weights are quantised, or of a dtype that the kernel cannot read"
 
 

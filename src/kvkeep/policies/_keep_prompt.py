@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.pins import LAST, Spans, count
-from kvkeep.policies.base import Policy, share_kept
+from kvkeep.policies.base import Policy, enough, share_kept
 from kvkeep.types import Budget, View
 
 _P = TypeVar("_P", bound=Policy)
@@ -116,22 +116,19 @@ def check_read(policy: Policy, budget: int, pins: Spans, *, window: int | None =
         window: sliding window of the layer. Where the budget holds all of it, no token has to go before it expires.
 
     Raises:
-        BudgetError: there is no room. The message names the smallest budget that would do.
+        BudgetError: there is no room. The message names the smallest budget that would do, if there is one.
     """
     if not keeps_whole(policy) or (window is not None and budget >= window):
         return
     own = replace(policy, keep_prompt=None)
-    if (least := own.needed(budget, pins)) <= budget:
+    if (needed := own.needed(budget, pins)) <= budget:
         return
-    # a larger budget may protect more tokens beside the prompt, perhaps without end
-    for _ in range(64):
-        if (more := own.needed(least, pins)) <= least:
-            break
-        least = more
+    least = enough(lambda larger: own.needed(larger, pins), needed)
+    remedy = f"Raise the budget to at least {least}, or let" if least else "Let"
     raise BudgetError(
         f"keep_prompt keeps all {count(pins)} tokens that were read, and {own} needs slots for new ones beside them: "
-        f"more than the budget of {budget}. Raise the budget to at least {least}, or let the prompt be cut first: "
-        "keep_prompt=0.5 cuts it to half of the budget."
+        f"more than the budget of {budget}. {remedy} the prompt be cut first: keep_prompt=0.5 cuts it to half of the "
+        "budget."
     )
 
 

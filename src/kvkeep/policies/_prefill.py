@@ -16,7 +16,7 @@ from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.kv import ranking
 from kvkeep.policies._head_budgets import average
-from kvkeep.policies.base import Growth, MassSums, Policy, option
+from kvkeep.policies.base import Growth, MassSums, Policy, enough, option
 from kvkeep.types import EMPTY, Budget, Phase, Report, State, View
 
 SLIDING = MassSums(steady={}, slides=True)
@@ -76,9 +76,13 @@ class PrefillOnly(Policy):
         super().check(budget)
         if self.room and not self.grows:
             raise PolicyError(f"room={self.room} is only of use with decode=grow, where slots are left free.")
-        least = sum(map(int, self.protected(budget))) + self.room + 1
-        if self.room and budget < least:
+        if self.room and budget < self._chooses(budget):
+            least = enough(self._chooses, self._chooses(budget))  # a larger budget may protect more
             raise BudgetError(f"{self} needs a budget of at least {least}; {budget} leaves nothing to choose.")
+
+    def _chooses(self, budget: int) -> int:
+        """Return how many slots are protected or left free under a budget, and one more."""
+        return sum(map(int, self.protected(budget))) + self.room + 1
 
     def wants(self, view: View) -> Statistic:
         """Return the statistic needed: mass of a prompt's last rows; of a generated token only if ``decode=score``."""

@@ -246,7 +246,21 @@ class Abilities:
 _T = TypeVar("_T")
 
 _TRIES = 64
-"""Steps of the search for the smallest budget that holds pins: where each larger budget protects more, none does."""
+"""Steps of the search for the smallest budget that is enough: where each larger budget protects more, none is."""
+
+
+def enough(needed: Callable[[int], int], least: int) -> int | None:
+    """Return the smallest budget that is enough; ``None`` if there seems to be none.
+
+    Args:
+        needed: returns how many slots are needed under a budget; under a larger budget that may be more.
+        least: how many are needed at least.
+    """
+    for _ in range(_TRIES):
+        if (more := needed(least)) <= least:
+            return least
+        least = more
+    return None
 
 
 def option(
@@ -336,7 +350,7 @@ class Policy(Abilities, abc.ABC):
         """Check the type and the range of each option.
 
         Raises:
-            PolicyError: a value has another type, or is out of range.
+            PolicyError: a value has another type, is out of range, or is a text that `kvkeep.spec` could not write.
         """
         kinds = kinds_of(type(self))
         for entry in dataclasses.fields(self):
@@ -349,6 +363,12 @@ class Policy(Abilities, abc.ABC):
             if isinstance(value, int | float) and not low <= value <= high:  # NaN as well
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} is out of range; {wanted}.")
+            if isinstance(value, str) and value != entry.default and not _is_writable(value, kind):
+                raise PolicyError(
+                    f"{type(self).__name__}: {entry.name}={value!r:.200} cannot be written into the policy's string, "
+                    "by which files name it: there a text is not empty, has no comma, does not begin or end with a "
+                    "blank, and none stands for no text. Choose another; if it is a file, rename it."
+                )
             if entry.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} has no middle; use an odd number.")
 
@@ -385,14 +405,16 @@ class Policy(Abilities, abc.ABC):
         """Refuse a budget that is smaller than the number of protected tokens.
 
         Raises:
-            BudgetError: the budget is too small. The message names the smallest budget that would do.
+            BudgetError: the budget is too small. The message names the smallest budget that would do, if there is one.
         """
         sinks, recent = self.protected(budget)
-        if sinks + recent > budget:
-            raise BudgetError(
-                f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. Raise "
-                f"the budget to at least {sinks + recent}, or protect fewer."
-            )
+        if sinks + recent <= budget:
+            return
+        least = enough(lambda larger: sum(map(int, self.protected(larger))), sinks + int(recent))
+        remedy = f"Raise the budget to at least {least}, or protect fewer" if least else "Protect fewer"
+        raise BudgetError(
+            f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. {remedy}."
+        )
 
     def check_pins(self, budget: int, pins: Spans) -> None:
         """Refuse pins that do not fit into a budget beside the tokens that the policy protects.
@@ -400,15 +422,12 @@ class Policy(Abilities, abc.ABC):
         A policy that does not evict has no such limit.
 
         Raises:
-            BudgetError: the pins do not fit. The message names the smallest budget that would do.
+            BudgetError: the pins do not fit. The message names the smallest budget that would do, if there is one.
         """
         if not self.evicts or not pins or (needed := self._needed(budget, pins)) <= budget:
             return
-        # a larger budget may protect more tokens, so the smallest one that is enough has to be searched for
-        least, tries = needed, 0
-        while (more := self._needed(least, pins)) > least and tries < _TRIES:
-            least, tries = more, tries + 1
-        remedy = f"Raise the budget to at least {least}, or pin fewer" if tries < _TRIES else "Pin fewer"
+        least = enough(lambda larger: self._needed(larger, pins), needed)
+        remedy = f"Raise the budget to at least {least}, or pin fewer" if least else "Pin fewer"
         raise BudgetError(
             f"{count(pins)} tokens are pinned, and {self} needs slots for others beside them, together {needed}: more "
             f"than the budget of {budget}. {remedy}."
@@ -455,6 +474,12 @@ class Policy(Abilities, abc.ABC):
 def _show(value: object) -> str:
     """Return an option's value as a user writes it."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _is_writable(text: str, kind: object) -> bool:
+    """Return whether `kvkeep.policies.registry.parse` reads the text of an option of this kind as it is written."""
+    means_none = text.lower() == "none" and _is_a(None, kind)
+    return bool(text) and text == text.strip() and "," not in text and not means_none
 
 
 def _is_a(value: object, kind: object) -> bool:

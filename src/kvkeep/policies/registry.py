@@ -150,7 +150,8 @@ def _import(module: str) -> types.ModuleType:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
         # any error but that the module itself, or a package around it, was not found comes from within the module
-        if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
             raise PolicyError(f"Module {module!r} cannot be imported: {one_line(error):.300}") from error
         hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else did_you_mean(module, available())
         raise PolicyError(f"There is no policy and no module {module!r}.{hint}") from None

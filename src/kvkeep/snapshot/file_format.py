@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -401,6 +401,18 @@ def _layer(found: object, shown: str) -> LayerDescription:
     return LayerDescription(heads, used, capacity, budget, pins, frozenset(names or ()), numbers)
 
 
+def described_tokens(header: Header, layers: Sequence[LayerDescription]) -> TensorEntry | None:
+    """Return the tensor of the token ids; ``None`` if they are not stored. Their numbers are not looked at.
+
+    Raises:
+        NotASnapshotError: there is not one id for each token that the layers have seen.
+    """
+    tokens, seen = header.entries.get(TOKENS), layers[0].numbers["seen"]
+    fits = tokens is None or (tokens.dtype.name, tokens.shape) == ("int32", (seen,))
+    check(fits, f"it has not one token id for each of {seen} tokens")
+    return tokens
+
+
 def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
     """Return the flags of the layers with a state of fixed size, by layer number, checked.
 
@@ -463,6 +475,7 @@ class Described:
         flags: the settings of the layers with a state of fixed size, by layer number.
         pending: tokens of a prompt that were announced and not fed yet.
         note: plain data of whoever took the snapshot.
+        tokens: the tensor of the token ids, see `described_tokens`.
     """
 
     header: Header
@@ -472,6 +485,7 @@ class Described:
     flags: dict[int, dict[Place, Flag]]
     pending: int
     note: Mapping[str, Any]
+    tokens: TensorEntry | None
 
     @property
     def seen(self) -> int:
@@ -502,11 +516,7 @@ def read_described(file: IO[bytes], size: int) -> Described:
     for name in header.entries:
         if state := STATE.fullmatch(name):
             check(int(state[1]) in flags, f"state {state[1]} is not described")
-    described = Described(header, fingerprint, layers, groups, flags, pending, note)
-    if (tokens := header.entries.get(TOKENS)) is not None:
-        fits = (tokens.dtype.name, tokens.shape) == ("int32", (described.seen,))
-        check(fits, f"it has not one token id for each of {described.seen} tokens")
-    return described
+    return Described(header, fingerprint, layers, groups, flags, pending, note, described_tokens(header, layers))
 
 
 def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:

@@ -20,7 +20,6 @@ from kvkeep.result_files import in_full
 from kvkeep.snapshot.file_format import (
     OCCUPIED,
     POSITIONS,
-    TOKENS,
     Described,
     LayerDescription,
     NotASnapshotError,
@@ -63,8 +62,7 @@ class HeldPositions:
         source = in_full(path)
         with explained(source), opened(source) as (file, size):
             found = read_described(file, size)
-            tokens = found.header.entries.get(TOKENS)
-            ids = None if tokens is None else _read(file, found, tokens)
+            ids = None if found.tokens is None else _read(file, found, found.tokens)
             check_ids(ids)
             each = []
             for number, (layer, entries) in enumerate(zip(found.layers, found.groups, strict=True)):

@@ -39,6 +39,7 @@ from kvkeep.snapshot.file_format import (
     TensorEntry,
     check,
     described_layers,
+    described_tokens,
     fingerprint_of,
     is_cut,
     opened,
@@ -175,8 +176,9 @@ class SnapshotAbout:
             header = read_header(file, size)
             layers, note = described_layers(header.about), header.about.get("note", {})
             check(isinstance(note, dict), "its note is no object")
-            tokens = header.entries.get(TOKENS)
+            tokens = described_tokens(header, layers)
             ids = None if tokens is None else read_tensor(file, header.start, tokens)
+            check_ids(None if ids is None else ids.numpy())
             budgets = tuple(layer.budget for layer in layers)
             written = os.fstat(file.fileno()).st_mtime
             return cls(fingerprint_of(header.about), ids, note, layers[0].pins, budgets, size, written)
@@ -217,13 +219,13 @@ def _read(file: IO[bytes], size: int) -> FileParts:
         NotASnapshotError: a check fails.
     """
     found = read_described(file, size)
-    header, tokens = found.header, found.header.entries.get(TOKENS)
+    header = found.header
 
     def tensor(entry: TensorEntry) -> Tensor:
         """Read one of the file's tensors."""
         return read_tensor(file, header.start, entry)
 
-    ids = None if tokens is None else tensor(tokens)
+    ids = None if found.tokens is None else tensor(found.tokens)
     check_ids(None if ids is None else ids.numpy())
     copies = [
         _layer(f"layer {number}", layer, {name: tensor(entry) for name, entry in entries.items()})

@@ -305,11 +305,7 @@ def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -
 
 
 def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
-    """Return whether the window is not negative, and sinks, if there are any, are on the CPU, one for each query head,
-    and need no gradients.
-    """
-    if options.window is not None and options.window < 0:
-        return False
+    """Return whether sinks, if there are any, are on the CPU, one for each query head, and need no gradients."""
     sinks = options.sinks
     if sinks is None:
         return True

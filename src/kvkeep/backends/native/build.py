@@ -120,7 +120,7 @@ def _found_or_made(compiler: str, folder: Path) -> Native:
     for path in levels.libraries(key, folder):
         if (library := _opened(path)) is not None:
             return Native(library, str(path))
-        _log.info("The compiled kernel %s is damaged, or somebody else's; compiling again.", path)
+        _log.info("The compiled kernel %s is damaged, gone, or somebody else's; compiling again.", path)
         path.unlink(missing_ok=True)
     path = _compile(compiler, folder, key)
     library = _opened(path)
@@ -275,12 +275,13 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load a library of the cache; return ``None`` unless it belongs to this user and can be loaded, see `_bound`."""
-    status = path.lstat()  # of a link itself, which is no regular file: it could lead anywhere
-    if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
-        return None
+    """Load a library of the cache; return ``None`` unless it belongs to this user and can be loaded, see `_bound`.
+
+    One that is gone, since another process has found it damaged and removed it, cannot.
+    """
     try:
-        return _bound(path)
+        status = path.lstat()  # of a link itself, which is no regular file: it could lead anywhere
+        return _bound(path) if stat.S_ISREG(status.st_mode) and _is_safe(status) else None
     except (OSError, AttributeError):
         return None
 

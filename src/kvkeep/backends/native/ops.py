@@ -342,6 +342,8 @@ def attend_twice(
         return None
     if (wanted := sums_wanted(statistic, now)) is None:
         return None
+    if options.window is not None and wanted.gain is not None and bool((wanted.gain == 0).any()):
+        return None  # all keys up to a row then count for it, and the kernel does not read those behind the window
     (B, Hq, T, D), (Hk, E), S = query.shape, parts[0].values.shape[1::2], slots.positions.shape[2]
     now, parts = (
         now.to(torch.int64).contiguous(),

@@ -89,6 +89,15 @@ def strengthened(inner, outer, gain, CAPPED: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def widened(window, gain):
+    """Return the window, or one that hides nothing at a gain of 0: a key behind it then counts as the others do, as 0
+    to the power of 0 in `attention_stats.Mass`.
+    """
+    return tl.where(gain == 0.0, NEVER, window)
+
+
+@triton.jit
+@no_type_check
 def forward(
     query, keys, values, out, lse, sinks, gain, bounds, starts, q_positions, k_positions,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, qp_b, kp_b, kp_h,
@@ -129,7 +138,9 @@ def forward(
         jump = tl.maximum(tl.load(starts + b * tiles + tile) // BLOCK_S - before, 0)
         steps -= jump
     if GAINED:
-        inner, outer = strengthened(inner, outer, tl.load(gain + b), CAPPED)
+        power = tl.load(gain + b)
+        inner, outer = strengthened(inner, outer, power, CAPPED)
+        window = widened(window, power)
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     if SUNK:
@@ -216,7 +227,9 @@ def columns(
         end = tl.minimum(end, tl.load(ends + head * tiles + tile))
     count = tl.maximum(tl.cdiv(end, BLOCK_T) - first, 0)
     if GAINED:
-        inner, outer = strengthened(inner, outer, tl.load(gain + b), CAPPED)
+        power = tl.load(gain + b)
+        inner, outer = strengthened(inner, outer, power, CAPPED)
+        window = widened(window, power)
     mass = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     low = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     q_at, lse_at = query + wide_b * q_b + wide_h * G * q_h, lse + (wide_b * Hk + wide_h) * G * T

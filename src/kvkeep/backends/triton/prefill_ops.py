@@ -133,7 +133,7 @@ def attend(inputs: AttentionInputs, *, output: Output = "auto") -> tuple[Float[T
 
     ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
     whole prompt without padding, soft cap, sinks and window. ``auto``: torch's where it can, the prompt is long and few
-    rows count. At a gain of exactly 0 a sliding window hides its keys from the report, too.
+    rows count.
 
     Cost:
         see `prefill.forward` and `prefill.columns`; with a gain, or torch's output, the logits of the counted rows once
@@ -319,7 +319,7 @@ class Prefill:
         with torch.cuda.device_of(self.query):
             prefill.columns[(count * B * Hk, splits)](
                 *(self.query, self.keys, lse, weights.contiguous(), share, _or(gain, lse), bounds),
-                bounds if window is None else self._last_rows(tile.slots, window),
+                bounds if window is None else _where_flat(gain, T, self._last_rows(tile.slots, window)),
                 *(oldest, self.query_positions, self.key_positions, sums),
                 *(*self.query.stride()[:3], *self.keys.stride()[:3], *self._position_strides(), *share_strides),
                 *(count, oldest.shape[1], Hk, T, S, window or 0, *self._factors()),
@@ -354,7 +354,8 @@ class Prefill:
         with torch.cuda.device_of(self.query):
             prefill.forward[(count * B * Hq,)](
                 *(self.query, self.keys, self.values, _or(out, lse), lse, _or(sinks, lse), _or(gain, lse)),
-                *(_or(bounds, lse), lse if window is None else self._first_slots(tile.rows, window)),
+                _or(bounds, lse),
+                lse if window is None else _where_flat(gain, 0, self._first_slots(tile.rows, window)),
                 *(self.query_positions, self.key_positions),
                 *(stride for three in strides for stride in three),
                 *(*self._position_strides(), count, Hq, T, S, window or 0, *self._factors()),
@@ -418,6 +419,13 @@ class Prefill:
 def _rising(queries: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Return positions that never fall: a padded query repeats the position of the query before it."""
     return queries.long().cummax(dim=1).values.contiguous()
+
+
+def _where_flat(gain: Float[Tensor, " B"] | None, limit: int, limits: Int[Tensor, "B *n"]) -> Int[Tensor, "B *n"]:
+    """Return the limits of the tiles that are read, but ``limit`` in rows with a gain of 0: to those no key is behind
+    a window, see `prefill.widened`.
+    """
+    return limits if gain is None else limits.masked_fill((gain == 0).view(-1, *(1,) * (limits.ndim - 1)), limit)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -582,11 +582,10 @@ class PerLayerCompressionPress(BasePress):
             )
         for ratio in self.compression_ratios:
             _check_ratio(ratio)
-        numbers = [kept(max(lengths), ratio) for ratio in self.compression_ratios]
+        numbers = {length: [kept(length, ratio) for ratio in self.compression_ratios] for length in lengths}
         # the budget is the mean of all layers, and their weights spread it
-        mean = 1 - sum(self.compression_ratios) / layers
-        options = self.press.under([max(1, round(length * mean)) for length in lengths], lengths, layers)
-        return options.with_options(layer_budget=_weights(numbers, options.policy))
+        options = self.press.under([round(sum(numbers[length]) / layers) for length in lengths], lengths, layers)
+        return options.with_options(layer_budget=_weights(numbers[max(lengths)], options.policy))
 
 
 @dataclass
