@@ -9,6 +9,8 @@ from kvkeep.engine.sampling_params import SamplingParams
 
 from .models import alone, model
 from .session_models import engine_of
+from .test_conversations import CONTROL, MORE, QUESTION, anew, ask, left_out_of, no_control, talk_engine, told
+from .test_conversations import wish as turn
 from .test_equal import POLICIES, prompt_of
 
 PROMPT = prompt_of(3, 13)
@@ -84,6 +86,34 @@ def test_questions_to_one_memory_share_their_prompts():
     assert len({result.token_ids for result in found}) == 1
     assert [result.cached_tokens for result in found] == [20, 33, 33]
     assert {result.prompt_tokens for result in found} == {33}
+
+
+def test_nobody_waits_for_a_reader_whose_left_out_messages_were_recalled_once_it_has_read(monkeypatch):
+    with talk_engine(monkeypatch) as engine:
+        _, shorter, _ = left_out_of(engine)
+        assert ask(engine, shorter).dropped_tokens == 31
+        engine.add(turn(shorter))
+        results = [event.result for _ in range(20) for event in engine.step() if event.result]
+        assert [result.finish_reason for result in results] == ["length"]
+        assert not engine.busy
+
+
+def test_who_waits_gets_the_prompt_in_which_left_out_messages_were_recalled(monkeypatch):
+    with talk_engine(monkeypatch) as engine:
+        whole, shorter, gone = left_out_of(engine)
+        for request in [turn(shorter) for _ in range(3)]:
+            engine.add(request)
+        events = [event for _ in range(20) for event in engine.step()]
+        found = [event.result for event in events if event.result]
+        assert len({(result.token_ids, result.prompt_tokens, result.dropped_tokens) for result in found}) == 1
+        assert {(result.prompt_tokens, result.skipped_tokens) for result in found} == {(len(shorter), 31)}
+        assert [result.cached_tokens for result in found[1:]] == [len(shorter)] * 2
+        assert all(event.read_tokens >= 0 and event.prompt_tokens == len(shorter) for event in events if event.text)
+        # each is kept with its own tokens, and goes on
+        rest = [*found[0].token_ids, *told(no_control(QUESTION)), CONTROL]
+        more = ask(engine, [*shorter, *rest])
+        read = len(whole) - len(told(MORE)) - 3
+        assert more.token_ids == anew([*whole, *rest], policy="full", budget=200, drops=[(read, [gone])])
 
 
 def test_a_request_that_comes_after_the_prompt_was_read_reads_it_itself():

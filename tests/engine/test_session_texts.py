@@ -249,3 +249,21 @@ def test_messages_of_unknown_tokens_are_dropped_by_spans_alone(loaded):
         with pytest.raises(InputError, match="Give spans of tokens instead"):
             session.drop(messages=[0])
         assert session.drop(spans=[(2, 4)]) == ((2, 4),)
+
+
+def test_where_messages_begin_is_not_known_once_left_out_ones_were_recalled(loaded):
+    with engine_of(loaded, TEMPLATES["plain"], conversation_memory=10**9, conversations="continue") as engine:
+        messages = []
+        for number, text in enumerate(["The dog ran.", "And the cat?", "It slept."]):
+            messages.append({"role": "user", "content": text})
+            chat = Request(messages=messages, owner="anna", keep_as=f"c{number}", sampling=short(4))
+            messages.append({"role": "assistant", "content": engine.generate(chat)[0].text})
+        session = engine.session()
+        shorter = [messages[0], *messages[2:], {"role": "user", "content": "Why?"}]
+        turn = session.ask(Request(messages=shorter, owner="anna", sampling=short(4)))
+        ((_, stop),) = session.history.dropped
+        assert turn.skipped_tokens == turn.dropped_tokens > 0
+        with pytest.raises(InputError, match="Give spans of tokens instead"):
+            session.drop(messages=[1])  # its place was counted without the message that was left out
+        assert session.drop(spans=[(stop, stop + 2)]) == ((stop, stop + 2),)
+        session.ask("And then?", short(4))

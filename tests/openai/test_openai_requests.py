@@ -16,7 +16,7 @@ from kvkeep.models.load import find
 from kvkeep.models.tiny import embedded
 from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
-from kvkeep.openai.responses import answer, error
+from kvkeep.openai.responses import answer, echoed, error
 from kvkeep.parameters import REPETITION_RULE
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -183,6 +183,10 @@ CALL = {"id": "", "type": "function", "function": {"name": "f", "arguments": "{}
             {"role": "function", "name": "f", "content": "1"},
             {"role": "tool", "name": "f", "content": "1", "tool_call_id": ""},
         ),
+        (
+            {"role": "tool", "content": "1", "tool_call_id": [], "name": []},
+            {"role": "tool", "content": "1", "tool_call_id": ""},
+        ),
     ],
 )
 def test_messages_that_agents_send_back(message, want):
@@ -278,6 +282,10 @@ REFUSED = [
     ({"messages": [{"role": "assistant", "refusal": "\ud83d"}]}, "messages[0].refusal", "half of a character"),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "only texts"),
     ({"messages": [{"role": "assistant", "content": "x", "prefix": True}]}, "messages[0].prefix", "continue_final"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5, "refusal": 5}]}, "messages[0].name", "no text"),
+    ({"messages": [{"role": "user", "content": "x", "refusal": 5, "name": 5}]}, "messages[0].refusal", "no text"),
+    ({"messages": [{"role": "user", "content": "x", "audio": 5, "name": 5}]}, "messages[0].audio", "only texts"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5, "audio": 5}]}, "messages[0].name", "no text"),
     ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages[0].images", "only texts"),
     ({"messages": [{"role": "assistant", "function_call": {"name": 1}}]}, "messages[0].tool_calls[0]", "not like"),
     ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages[0].content", "only texts"),
@@ -424,6 +432,19 @@ def test_an_answer_to_a_completion():
         asked, [result_of(text="", logprobs=TOKENS[2:], end_token=True)], name="7", created=12, model="m", texts=WORDS
     )
     assert nothing["choices"][0]["logprobs"]["text_offset"] == []
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_an_echo_has_the_places_of_tokens_behind_special_ones(shows):
+    asked = text(prompt="a", logprobs=1, max_tokens=4, skip_special_tokens=not shows)
+    said = "a<|end|> b" if shows else "a b"
+    result = result_of(text=said, finish_reason="length", logprobs=[logprob(token) for token in (A, END, B)])
+    (choice,) = answer(asked, [result], name="7", created=12, model="m", texts=WORDS)["choices"]
+    found = echoed(asked, choice, "a", [A], result, WORDS)
+    assert found["text"] == f"a{said}"
+    offsets = found["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 2, len(found["text"]) - 2]
+    assert offsets[1:] == [1 + place for place in choice["logprobs"]["text_offset"]]
 
 
 def test_errors():

@@ -761,7 +761,7 @@ class Engine:
             place: its place in the queue.
         """
         self._duplicates.leave(twin)
-        twin.begin_prefilled(contents, reader.budget)  # which the reader's guard may have chosen
+        twin.begin_prefilled(contents, reader)
         unknown = twin.memory_usage, twin.lost
         self._measure(twin, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._append(twin, token)

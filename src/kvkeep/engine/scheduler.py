@@ -503,6 +503,8 @@ class DuplicatePrompts:
 
     def __init__(self) -> None:
         self._readers: dict[Hashable, Sequence] = {}
+        # of the readers, by their ids: a reader's prompt, and so its key, may change when it gets its row
+        self._keys: dict[int, Hashable] = {}
         self._waiting: dict[int, list[Sequence]] = {}
 
     def __len__(self) -> int:
@@ -522,17 +524,17 @@ class DuplicatePrompts:
         """
         if sequence.scored or len(sequence.prompt) < SHORTEST:
             return False
-        reader = self._readers.setdefault(_key(sequence), sequence)
-        if reader is not sequence:
-            self._waiting.setdefault(reader.id, []).append(sequence)
-        return reader is not sequence
+        if (reader := self._readers.get(key := _key(sequence))) is None:
+            self._register(key, sequence)
+            return False
+        self._waiting.setdefault(reader.id, []).append(sequence)
+        return True
 
     def of(self, reader: Sequence) -> list[Sequence]:
         """Return a list of the requests that wait for the prompt that ``reader`` has read, and let no more join them.
         They stay registered until `leave`.
         """
-        if self._readers.get(key := _key(reader)) is reader:
-            del self._readers[key]
+        self._close(reader)
         return list(self._waiting.get(reader.id, ()))
 
     def leave(self, sequence: Sequence) -> Sequence | None:
@@ -543,15 +545,23 @@ class DuplicatePrompts:
             if sequence in waiting:
                 waiting.remove(sequence)
         others = self._waiting.pop(sequence.id, [])
-        key = _key(sequence) if self._readers else None  # hashing one takes as long as the prompt is
-        if self._readers.get(key) is sequence:
-            del self._readers[key]
+        self._close(sequence)
         if not others:
             return None
         heir = others.pop(0)
-        self._readers[_key(heir)] = heir
+        self._register(_key(heir), heir)
         self._waiting[heir.id] = others
         return heir
+
+    def _register(self, key: Hashable, reader: Sequence) -> None:
+        """Let requests with this key wait for a reader from now on."""
+        self._readers[key], self._keys[reader.id] = reader, key
+
+    def _close(self, sequence: Sequence) -> None:
+        """Let no more requests wait for a reader; do nothing if it is none."""
+        key = self._keys.pop(sequence.id, None)
+        if self._readers.get(key) is sequence:
+            del self._readers[key]
 
 
 def _key(sequence: Sequence) -> Hashable:

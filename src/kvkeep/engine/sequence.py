@@ -292,16 +292,19 @@ class Sequence:
             if self.reading is not None:
                 self.reading.read()
 
-    def begin_prefilled(self, contents: Contents, budget: int) -> None:
+    def begin_prefilled(self, contents: Contents, reader: Sequence) -> None:
         """Start the sequence with the memory of its prompt, which another request has read. It still waits for a row.
 
         Args:
             contents: the memory of the prompt.
-            budget: tokens that the memory keeps per layer and head.
+            reader: the other request. Its guard may have chosen the budget, and it may have gone on from a memory whose
+                messages the prompt leaves out.
         """
         self.mark("started")
         self.status = SequenceStatus.PREFILLED
-        self.load, self.cached, self.budget = lambda: contents, contents.seen, budget
+        self.load, self.cached, self.budget = lambda: contents, contents.seen, reader.budget
+        if reader.skipped:
+            self.recall(reader.prompt, reader.drops)
 
     def swap_out(self, hosted: Hosted) -> None:
         """Let the sequence wait for a row, with its memory in main memory."""

@@ -157,12 +157,14 @@ class SessionMemory:
         ids = array("i", (*sequence.prompt, *sequence.token_ids))
         n, said = contents.seen, sequence.tail.text if sequence.tail else ""
         answered = (*self.state.past.messages, *self.messages, {"role": "assistant", "content": said})
+        # they were counted without messages that the first turn left out, and an earlier chat's memory had
+        starts = () if sequence.skipped else self._starts
         past = ConversationHistory(
             ids[:n],
             tuple(ids[n:]),
             answered if self.messages else (),
             drops=sequence.drops,
-            starts=(*self.state.past.starts, *self._starts) if self._starts else (),
+            starts=(*self.state.past.starts, *starts) if starts else (),
         ).held_in(contents)
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 

@@ -176,7 +176,9 @@ _NEAR = 32
 """Characters beyond its own length in which a token is searched for, where the tokenizer has changed the prompt."""
 
 
-def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -> dict[str, Any]:
+def echoed(
+    prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts, *, special: bool = False
+) -> dict[str, Any]:
     """Return ``logprobs`` of a completion whose text begins with its prompt, as `columns` does: of the prompt's tokens,
     then of the new ones, a stop text's and the end token included. The log-probabilities of the prompt's first token
     are ``None``.
@@ -186,12 +188,13 @@ def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -
         ids: the prompt's tokens.
         result: the request's result.
         texts: decodes tokens.
+        special: whether the text behind the prompt has special tokens.
     """
     spans = TokenSpans(texts, special=True)  # `_placed` compares with a decoded prompt that shows them
     tokens = _placed(prompt, ids, [token for number in ids for token in spans.add(number)] + spans.end(), texts)
     # the model predicts all but the first
     of_prompt = columns(list(zip(tokens[1:], result.prompt_logprobs, strict=False)), texts)
-    new = columns(ScoredTokens.of(result, texts, whole=True), texts, offset=len(prompt))
+    new = columns(ScoredTokens.of(result, texts, special=special, whole=True), texts, offset=len(prompt))
     # nothing stands before the first token from which the model could have predicted it
     first: dict[str, list[Any]] = {name: [None] for name in new} | {
         "tokens": [token.text for token in tokens[:1]],

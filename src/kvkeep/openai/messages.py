@@ -302,8 +302,9 @@ def _message(name: str, message: object) -> dict[str, Any]:
         raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
     if role not in _ROLES:
         raise ParameterError(f"{name}.role", f"is {short(role)}; there are system, user, assistant and tool")
-    for field in found.keys() & {*_FIELDS, *_UNREAD}:
-        _check_field(f"{name}.{field}", field, found[field])
+    for field, value in found.items():  # of several wrong ones, the first in the message is named
+        if field in _FIELDS or field in _UNREAD:
+            _check_field(f"{name}.{field}", field, value)
     calls = _older_call(found) if calls == [] else calls  # an empty list is no call at all
     if calls != [] and role != "assistant":
         raise ParameterError(f"{name}.tool_calls", f"belongs to an assistant's message, and this is of {role}")
@@ -315,7 +316,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
     if found.get("name"):
         made["name"] = found["name"]
     if made["role"] == "tool":
-        made["tool_call_id"] = _id(f"{name}.tool_call_id", found.get("tool_call_id", ""))
+        made["tool_call_id"] = _id(f"{name}.tool_call_id", found.get("tool_call_id") or "")
     if role == "assistant" and (thoughts := found.get("reasoning_content") or found.get("reasoning")):
         made["reasoning_content"] = thoughts
     return {**made, "tool_calls": _calls(f"{name}.tool_calls", calls)} if calls != [] else made

@@ -122,12 +122,18 @@ def _text(asked: ParsedBody, index: int, result: Result, texts: TokenTexts | Non
 
 
 def echoed(
-    choice: dict[str, Any], prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts | None
+    asked: ParsedBody,
+    choice: dict[str, Any],
+    prompt: str,
+    ids: Sequence[int],
+    result: Result,
+    texts: TokenTexts | None,
 ) -> dict[str, Any]:
     """Return a copy of a completion's choice with its prompt in front of the text, and in front of the
     log-probabilities if these are asked for.
 
     Args:
+        asked: the body of the request.
         choice: the choice.
         prompt: the prompt's text.
         ids: the prompt's tokens.
@@ -135,4 +141,6 @@ def echoed(
         texts: decodes tokens; ``None`` if no log-probabilities are asked for.
     """
     found = {**choice, "text": prompt + choice["text"]}
-    return found if texts is None else {**found, "logprobs": logprobs.echoed(prompt, ids, result, texts)}
+    if texts is None:
+        return found
+    return {**found, "logprobs": logprobs.echoed(prompt, ids, result, texts, special=asked.shows_special)}

@@ -336,7 +336,7 @@ class GenerateRoutes:
         if parsed.echo:
             prompts, n, wanted = self._echoes(parsed), parameters.n, texts if parsed.wants_logprobs else None
             answer["choices"] = [
-                echoed(choice, prompts[index], parsed.prompts[index // n], results[index], wanted)
+                echoed(parameters, choice, prompts[index], parsed.prompts[index // n], results[index], wanted)
                 for index, choice in enumerate(answer["choices"])
             ]
         return {**answer, "usage": usage_of(results, parameters.n)}

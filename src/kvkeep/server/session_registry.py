@@ -97,15 +97,20 @@ class ServerSession:
         """
         return self.states.turns or int(self.answers == 1)
 
-    def note(self) -> None:
-        """Append the memory after the last finished turn to ``states``, so that the session can go back to it.
+    def note(self) -> bool:
+        """Append the memory after the last finished turn to ``states``, so that the session can go back to it. Return
+        whether that was done.
 
-        Append nothing before the first turn, or if the memory cannot be read; this is no error.
+        Append nothing before the first turn, if the memory is there already (each turn reads tokens, so it would have
+        seen more), or if it cannot be read; this is no error.
         """
-        if not self.session.token_ids:
-            return
+        last, seen = self.states[-1] if len(self.states) else None, len(self.session.history.ids)
+        if seen == (0 if last is None else last.seen):
+            return False
         with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
             self.states.add(self.session.snapshot())
+            return True
+        return False
 
     def state_before(self, turns: int) -> Snapshot | None:
         """Return the memory that the session had before its last ``turns`` turns, one at least; ``None`` if it had read
@@ -300,6 +305,9 @@ class SessionRegistry:
         """Return an owner's session, marked as used most recently. One that is only saved is opened, and counts as open
         from then on.
 
+        A turn that has ended, and that was not noted yet, is noted first: the answer to it is perhaps still on its way,
+        or its client has gone before the end of the answer.
+
         Args:
             owner, name: of the session.
             until: the session counts as in use until this is set; ``None``: it does not count so.
@@ -315,7 +323,18 @@ class SessionRegistry:
         entry = entry or self._reopened(owner, name)
         if until is not None:
             entry.use(until)
+        self.note(entry)
         return entry
+
+    def _idle(self, owner: str, name: str) -> ServerSession:
+        """Return an owner's session, whose turns have all ended and are noted.
+
+        Raises:
+            RefusalError: see `find`; or a turn is running.
+        """
+        if self.find(owner, name).session.running:
+            raise RefusalError(409, f"A turn of the session {name} is running. Wait for its end, or cancel it, before.")
+        return self.find(owner, name)  # once more: the turn may have ended between the two looks
 
     def _reopened(self, owner: str, name: str) -> ServerSession:
         """Open the saved session of an owner, after its lease was taken, and its file moved from another server's
@@ -372,10 +391,10 @@ class SessionRegistry:
         its first settings.
 
         Raises:
-            RefusalError: there is no such session, the memory before these turns is not kept, or there are fewer turns.
-            InputError: a turn is running.
+            RefusalError: there is no such session, a turn is running, the memory before these turns is not kept, or
+                there are fewer turns.
         """
-        entry = self.find(owner, name)
+        entry = self._idle(owner, name)
         if entry.state_before(turns) is None:
             self._begin_anew(owner, entry)
         else:
@@ -405,16 +424,14 @@ class SessionRegistry:
             pins: spans of positions; ``()``: none are pinned.
 
         Raises:
-            RefusalError: there is no such session, or it has no turn yet.
-            KVKeepError: the engine refuses the pins, or a turn is running.
+            RefusalError: there is no such session, it has no turn yet, or a turn is running.
+            KVKeepError: the engine refuses the pins.
         """
-        entry = self.find(owner, name)
+        entry = self._idle(owner, name)
         if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
         entry.session.pin(pins)
-        if len(entry.states):  # the state after the last turn was noted without these pins
-            entry.states.take_back(1)
-        self.note(entry)
+        entry.states.replace_last(entry.session.snapshot())  # it was noted without these pins
         return entry
 
     @_alone
@@ -430,16 +447,12 @@ class SessionRegistry:
             RefusalError: there is no such session, it has no turn yet, or a turn is running.
             KVKeepError: the engine refuses the drop.
         """
-        entry = self.find(owner, name)
+        entry = self._idle(owner, name)
         if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so there is nothing to drop.")
-        if entry.session.running:
-            raise RefusalError(409, f"A turn of the session {name} is running. Drop its messages when it has ended.")
         spans_given = [(start, stop) for start, stop in body.spans or ()]
         if entry.session.drop(body.messages or (), spans_given, reposition=body.reposition):
-            if len(entry.states):  # the state after the last turn was noted with these tokens
-                entry.states.take_back(1)
-            self.note(entry)
+            entry.states.replace_last(entry.session.snapshot())  # it was noted with these tokens
         return entry
 
     @_alone
@@ -464,16 +477,17 @@ class SessionRegistry:
         states to go back to, so that taking back one turn returns to the memory before this call.
 
         Raises:
-            RefusalError: there is no such session, it was never saved, or the server has no folder.
-            KVKeepError: the file cannot be read, or a turn is running.
+            RefusalError: there is no such session, a turn is running, it was never saved, or the server has no folder.
+            KVKeepError: the file cannot be read.
         """
         folder = self._need_folder()
-        entry = self.find(owner, name)
+        entry = self._idle(owner, name)
         path = Path(folder) / f"{full_name(owner, name)}.kvkeep"
         if not path.exists():
             raise unknown("saved session", name, "Save it first.")
         entry.session.rewind(Snapshot.load(path))
-        self.note(entry)
+        entry.states.add(entry.session.snapshot())  # also where that is as long as the one before
+        self._trim(entry)
         return entry
 
     @_alone
@@ -527,10 +541,11 @@ class SessionRegistry:
         """Append a session's memory after the last finished turn to those that it can go back to, and drop the oldest
         ones of all open sessions while they have more bytes than `MOST_STATE_BYTES`.
 
-        Those of other sessions are dropped first. Each session keeps its last one, so the limit may stay exceeded.
+        Do nothing if it is the last of them already. Those of other sessions are dropped first. Each session keeps its
+        last one, so the limit may stay exceeded.
         """
-        entry.note()
-        self._trim(entry)
+        if entry.note():
+            self._trim(entry)
 
     def _trim(self, entry: ServerSession) -> None:
         """Drop stored states of open sessions, the oldest of each, until all fit into the limit: those of this session
