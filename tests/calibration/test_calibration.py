@@ -363,6 +363,29 @@ def test_a_damaged_file_of_progress_is_refused(writer, tmp_path, content):
     assert path.read_bytes() == content
 
 
+def test_a_line_of_progress_without_its_numbers_is_refused_and_with_too_few_is_measured_again(writer, tmp_path):
+    path = tmp_path / "p.part"
+    with CalibrationFile.open(path) as part:
+        whole = calibrate(job(writer), writer, part)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["row"] for line in lines] == ["run", "layer", "layer", "together"]
+
+    def damage(number, **entries):
+        found = [*lines[:number], lines[number] | entries, *lines[number + 1 :]]
+        kept = [{key: value for key, value in line.items() if value is not None} for line in found]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    for number, entry in ((1, "losses"), (3, "losses"), (3, "sizes")):
+        damage(number, **{entry: None})
+        with path.open("a") as file:  # else it could be the last line of a run that was stopped
+            file.write(json.dumps(lines[1]) + "\n")
+        with pytest.raises(kvkeep.InputError, match=entry), CalibrationFile.open(path) as part:
+            calibrate(job(writer), writer, part)
+    damage(3, losses=lines[3]["losses"][:-1])
+    with CalibrationFile.open(path) as part:
+        assert calibrate(job(writer), writer, part).measured == whole.measured
+
+
 def test_progress_that_another_run_removes_in_between_is_not_written_to_nowhere(tmp_path, monkeypatch):
     path, lock = tmp_path / "p.part", Lock.__init__
 

@@ -18,6 +18,7 @@ from kvkeep.cli import console, tune_run
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
+from kvkeep.evals.tune.plan import TuneArguments, lay_out
 from kvkeep.evals.tune.search import Progress, TuneRecords
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
@@ -107,6 +108,12 @@ def test_rules_for_heads_are_searched_side_by_side(text, tmp_path):
     found = json.loads(tune(*STREAM, *rules, "--text", text, "-o", tmp_path / "out", "--json").stdout)
     assert {one["head_budget"] for one in found["searched"]} == {"uniform", "global:0.2"}
     assert Config.read(found["config"]).head_budget == found["chosen"]["head_budget"]
+
+
+def test_an_arm_in_other_words_is_searched_once():
+    wanted = TuneArguments(case="stream", policies="local,tova,local@16", text=TEXT, context=64)
+    ladders = lay_out(loading.find(model_folders.folder()), "m", wanted).ladders
+    assert [ladder[0].arm.name for ladder in ladders] == ["local", "tova"]
 
 
 def test_the_smallest_memory_is_chosen_and_questions_without_an_answer_are_counted(mine, tmp_path, answers):

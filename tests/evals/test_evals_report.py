@@ -242,6 +242,19 @@ def test_intervals_are_drawn(tmp_path):
         assert many.read_bytes() != one.read_bytes()
 
 
+def test_an_evicting_policy_with_room_for_the_whole_text_is_no_full_cache():
+    cells = [("full", 1.0), ("h2o", 0.75), ("topk_dynamic", 0.5), ("mine:Policy", 0.75)]
+    found = [recall(policy, "100%", accuracy) for policy, accuracy in cells]
+    found += [recall(policy, "20%", 0.25) for policy in ("h2o", "mine:Policy")]
+    for panels in (curves.depth(found), curves.kept(found)):
+        few, all_ = ({series.name: series for series in panel.series} for panel in panels)
+        assert few.keys() == all_.keys() == {policy for policy, _ in cells}
+        assert [name for name, series in few.items() if series.reference] == ["full", "topk_dynamic"]
+    assert curves.depth(found)[0].series[1].y == curves.depth(found[-2:])[0].series[0].y
+    assert report.weaknesses([found[1], found[4]]) == []  # nothing is known of a full cache
+    assert len(curves.quality(found)[0].series[1].x) == 2
+
+
 @pytest.mark.slow
 def test_plots_are_pngs_of_a_sensible_size(tmp_path):
     paths = curves.plots(rows(), tmp_path)

@@ -95,6 +95,14 @@ def test_the_grid_runs_full_once_and_resolves_shares_row_by_row():
     assert len({planned.cell for planned in cells}) == len(cells)
 
 
+def test_arms_that_say_the_same_in_other_words_are_one():
+    assert [planned.cell.setup for planned in laid_out("local,local@16,local@8", BUDGETS[:1]).planned] == [
+        "",
+        "kv-bits=8",
+    ]
+    assert len(laid_out("local,local@8,full,full@8bit", kv_bits="8").planned) == 3
+
+
 def test_both_ways_to_ask_in_one_grid_plan_what_does_not_ask_once():
     options = [dataclasses.replace(OPTIONS, ask=ask) for ask in ("inside", "later", "prompt")]
     wanted = GridArguments(arms=split_arms("local"), budgets=BUDGETS, setup=Setup())

@@ -228,3 +228,6 @@ def test_sampling_of_a_task():
     assert until == ("\n", "</s>")
     assert (sampling.max_new_tokens, sampling.temperature) == (9, 0.0)
     assert sampling_of({"until": "x", "temperature": 0.7, "max_gen_toks": 3}, 9, "")[1].temperature == 0.7
+    empty = dict.fromkeys(("until", "temperature", "top_p", "max_gen_toks"))  # null in a task's file
+    assert sampling_of({**empty, "do_sample": True}, 9, "</s>") == sampling_of({"do_sample": True}, 9, "</s>")
+    assert sampling_of({"do_sample": None, "temperature": 0.7}, 9, "")[1].temperature == 0.7

@@ -304,6 +304,17 @@ def test_missing_files_are_named(tmp_path):
         load(Ruler, parts=("niah_single1",))
 
 
+def test_the_depth_of_an_answer_is_that_of_its_needle_among_others():
+    haystack = synthetic.Haystack(None, 0)
+    items = [
+        synthetic.needle_items(task, haystack, f"{seed}")(200) for task in synthetic.TASKS.values() for seed in range(8)
+    ]
+    asked = [item for item in items if item.depth is not None]
+    assert len(asked) == 6 * 8
+    for item in asked:
+        assert item.text.index(f": {item.answers[0]}.") / len(item.text) == pytest.approx(item.depth, abs=0.05)
+
+
 # needle, passkey, key-value
 
 

@@ -64,6 +64,17 @@ def test_they_run_and_have_a_grade_for_each_text(kind, ask):
     assert max(len(prompt.ids) for prompt in prompts) + task.made[case].new <= 700
 
 
+@pytest.mark.parametrize("kind", [Diversity, LongGeneration])
+def test_any_seed_goes_on_in_the_users_text_which_begins_again_when_it_is_over(kind):
+    """A date is a seed, too: nothing may grow with it."""
+    text = " ".join(f"Fox {i} ran." for i in range(50))
+    (made,) = load(kind, text=text, seed=20261130, contexts=(400,)).made.values()
+    for number, prompt in enumerate(made.prompts):
+        first = 16 * (3 * 20261130 + number) % 50
+        said = re.findall(r"\d+", prompt.item.text)
+        assert said == [str((first + i) % 50) for i in range(len(said))]
+
+
 @pytest.mark.slow
 def test_full_writes_what_the_full_cache_writes_and_a_small_budget_does_not():
     task = load(LongGeneration)

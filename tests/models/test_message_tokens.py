@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.message_tokens import message_starts
+from kvkeep.models.message_tokens import message_starts, system_spans
 from kvkeep.models.tokenization import encode_chat
 
 OWN = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}<|end|>{% endfor %}"
@@ -58,3 +58,8 @@ def test_messages_are_found_by_the_template(case, comparable):
     ]
     assert texts == [text for text in wanted if text]
     assert (1 in starts) == (template != FOLDS)
+
+
+def test_an_empty_prompt_has_no_system_message(comparable):
+    model, tokenizer = comparable.loaded
+    assert system_spans(Checkpoint("tiny", model.config, tokenizer, None, allow_pickle=False), []) == ()

@@ -108,7 +108,7 @@ def test_impossible_numbers(number: int):
         threads.check(number)
 
 
-@pytest.mark.parametrize("text", ["0", "9", "-3", "many", "1.5", "1e3", "9" * 5000, "²", " "])
+@pytest.mark.parametrize("text", ["0", "9", "-3", "many", "1.5", "1e3", "9" * 5000, "²", " ", "+-5", "--5"])
 def test_impossible_variables(monkeypatch: pytest.MonkeyPatch, text: str):
     monkeypatch.setenv("KVKEEP_THREADS", text)
     with pytest.raises(InputError, match=r"^KVKEEP_THREADS="):

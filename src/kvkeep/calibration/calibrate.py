@@ -32,7 +32,17 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
-from kvkeep.result_files import RowFile, as_text, finite, first_fault, list_of, optional, real_number, tuple_of
+from kvkeep.result_files import (
+    RowFile,
+    as_text,
+    finite,
+    first_fault,
+    list_of,
+    optional,
+    real_number,
+    tuple_of,
+    whole_number,
+)
 
 # The passages of a calibration: texts with planted facts and questions about them, and windows of the user's text.
 #
@@ -134,8 +144,10 @@ _BEGINNING = b'{"row": "'
 """The first bytes of each line, see `kvkeep.result_files.read_rows`."""
 _RUN = "run"
 """The kind of the first line, which has the calibration's settings."""
-_LOSS = tuple_of(optional(real_number()), optional(real_number()), real_number())
-"""The numbers of a `Loss`."""
+_LOSS_NUMBERS = list_of(tuple_of(optional(real_number()), optional(real_number()), real_number()))
+"""The numbers of each `Loss`."""
+_ENTRIES = {"layer": {"losses": _LOSS_NUMBERS}, "together": {"sizes": list_of(whole_number()), "losses": _LOSS_NUMBERS}}
+"""The entries of each kind of line that are read; settings are compared as they are."""
 
 
 class CalibrationFile:
@@ -239,8 +251,7 @@ def _fault(row: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a line of the progress file; ``None`` if it is valid."""
     if not isinstance(row.get("row"), str):
         return "it is no line of a calibration"
-    # the line of settings has no losses
-    return first_fault({"losses": [], **row}, {"losses": list_of(_LOSS)})
+    return first_fault(row, _ENTRIES.get(row["row"], {}))
 
 
 METHOD = 1
@@ -490,7 +501,7 @@ def _together(
     # without 0, which a model of few heads has among its sizes
     sizes = sorted({round(len(chosen) * step / _STEPS) for step in range(1, _STEPS + 1)} - {0})
     row = part.find("together")
-    if row is None or row["sizes"] != sizes:
+    if row is None or row["sizes"] != sizes or len(row["losses"]) != len(sizes):  # as in a layer, see `_alone`
         losses = bench.losses([chosen[:size] for size in sizes])
         row = {"sizes": sizes, "losses": [[*astuple(loss)] for loss in losses]}
         part.add("together", row)

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from kvkeep.evals.confidence import Interval, of_mean, of_share
 from kvkeep.evals.results import (
-    FULL,
     MEASURES,
     Row,
     ScoreMeasure,
@@ -240,10 +239,9 @@ def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
     Each group also has the rows of the policies that never evict, which form no group of their own.
     """
     return {
-        ", ".join(filter(None, (budget, way))): [row for row in group if row["budget"] in (budget, FULL)]
+        ", ".join(filter(None, (budget, way))): [row for row in group if row["budget"] == budget or is_full([row])]
         for way, group in grouped(of_task(rows, "recall"), _way).items()
-        for budget in by_budget(group)
-        if budget != FULL
+        for budget in by_budget([row for row in group if not is_full([row])])
     }
 
 

@@ -141,22 +141,24 @@ class Planned:
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:
-    """Return all cells of a task with data of one seed, each checked and ready to run.
+    """Return all cells of a task with data of one seed, each once, checked and ready to run.
 
     Raises:
         BudgetError: a cache of this model would refuse a budget, for example since the policy protects more tokens; or
             a policy that keeps all new tokens has too little room for them.
         UnsupportedModelError: slot positions were requested, and the model cannot have them.
     """
-    planned = []
+    planned: dict[Cell, Planned] = {}
     for case, lengths in task.cases().items():
         for policy, budget, setup in wanted.pairs():
             differences = setup.differences(checkpoint, policy)
             cell = Cell(task.name, case, spec(policy), str(budget), seed, differences)
+            if cell in planned:  # arms may say the same in other words: h2o, h2o@16
+                continue
             budgets = _numbers(task, policy, budget, lengths)
-            planned.append(Planned(cell, policy, setup, budgets, tuple(lengths), task.new_tokens))
-            _check(checkpoint, planned[-1], task.new_tokens)
-    return planned
+            planned[cell] = Planned(cell, policy, setup, budgets, tuple(lengths), task.new_tokens)
+            _check(checkpoint, planned[cell], task.new_tokens)
+    return list(planned.values())
 
 
 def _numbers(task: Task, policy: Policy, budget: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:

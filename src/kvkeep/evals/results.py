@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeep.policies.registry import label
+from kvkeep.policies.registry import available, label, split
 
 Row = dict[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
@@ -199,8 +199,19 @@ def held(row: Row) -> float:
 
 
 def is_full(rows: Sequence[Row]) -> bool:
-    """Return whether all rows are of a policy that never evicts."""
-    return all(row["budget"] == FULL for row in rows)
+    """Return whether all rows are of a policy that never evicts.
+
+    Files may name modules, which are not imported for this: a policy without a registered name counts as one that
+    evicts.
+    """
+    # others may have this budget, too
+    return all(row["budget"] == FULL and _never_evicts(row["policy"]) for row in rows)
+
+
+def _never_evicts(policy: str) -> bool:
+    """Return whether a policy's string has the registered name of one that never evicts."""
+    cls = available().get(split(policy)[0])
+    return cls is not None and not cls.evicts
 
 
 def by_seed(rows: Sequence[Row]) -> list[list[Row]]:

@@ -170,8 +170,8 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
 def _context(
     task: Needles, haystack: Haystack, needles: list[str], n: int, drawn: random.Random
 ) -> tuple[str, list[float]]:
-    """Return a text of needles among ``n`` sentences, lines of noise or other needles, and the depths of the needles as
-    shares of the text.
+    """Return a text of needles among ``n`` sentences, lines of noise or other needles, and the depth of each needle as
+    a share of the text.
     """
     depths = drawn.sample(_DEPTHS, len(needles))
     # as in RULER, lines of noise and needles stand below each other, and sentences of an essay in one paragraph
@@ -180,7 +180,8 @@ def _context(
     elif task.hay == "needle":
         hay = _others(task, needles, n, drawn)
     else:
-        return planted(haystack.first(n), drawn.sample(needles, len(needles)), depths), depths
+        mixed = dict(zip(drawn.sample(needles, len(needles)), depths, strict=True))  # all needles differ
+        return planted(haystack.first(n), list(mixed), depths), [mixed[needle] for needle in needles]
     places = [round(depth * n) for depth in depths]
     for place, needle in sorted(zip(places, needles, strict=True), reverse=True):  # from the end: no place moves
         hay.insert(place, needle)

@@ -31,7 +31,7 @@ def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[
     Raises:
         InputError: see `message_spans`.
     """
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return ()
     messages = cast(Sequence[Mapping[str, str]], prompt)
     return message_spans(checkpoint, messages, system_places(messages))

@@ -7,6 +7,7 @@ small model, or if other programs hold the cores. Importing this module imports 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,8 +45,7 @@ def check(number: int | None) -> int | None:
     said = f"`threads={number}`"
     if number is None and os.environ.get(VARIABLE):
         text = os.environ[VARIABLE]
-        # int() of very many digits fails
-        if not (text.isascii() and text.strip().lstrip("+-").isdecimal() and len(text) < 10):
+        if not re.fullmatch(r"\s*[+-]?[0-9]{1,9}\s*", text):  # int() of very many digits fails
             raise InputError(f"{VARIABLE}={text!r:.40} is not a number of threads; give 1 to {cores()}, or unset it.")
         number = int(text)
         said = f"{VARIABLE}={number}"

@@ -85,6 +85,26 @@ def test_later_and_inside_are_the_same_with_room_for_everything():
     assert replies(FULL, None, later=True) == replies(FULL, None, later=False) == replies(Arm("tova"), None, later=True)
 
 
+def test_each_reply_is_graded_by_its_own_question_where_texts_are_read_apart(monkeypatch):
+    """The user's questions about few texts come in any order, and not all texts may fit into one batch."""
+    apart = own(writer().checkpoint, questions(2, 4), 0)
+    asked = [one for number in range(apart.count) for one in apart.make(number)]
+    assert len({one.text for one in asked[:4]}) == len({one.text for one in asked[4:]}) == 2
+
+    def heard():
+        said = dict.fromkeys(range(len(asked)), "")
+        for number, one in enumerate(asked):
+            object.__setattr__(one, "right", lambda reply, number=number: bool(said.update({number: reply})))
+        measure = Answers(apart, later=True)
+        measure.run(writer(), FULL, measure.room, range(apart.count))
+        return said
+
+    together = heard()
+    assert len(set(together.values())) > 2
+    monkeypatch.setattr("kvkeep.evals.forward.BATCH_TOKENS", 1)  # every text alone
+    assert heard() == together
+
+
 @pytest.mark.slow
 def test_a_small_budget_is_felt_and_documents_do_not_disturb_each_other():
     cut = replies(Arm("local"), 20, later=True)

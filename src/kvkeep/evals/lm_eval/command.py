@@ -205,7 +205,8 @@ def budget_of(text: str) -> RequestedBudget:
 def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[tuple[str, ...], SamplingParams]:
     """Return a task's ``generation_kwargs`` as the texts that end an answer, and how its tokens are sampled.
 
-    Answers are greedy unless the options ask to sample, or name a temperature above 0.
+    Answers are greedy unless the options ask to sample, or name a temperature above 0. An option of ``None`` counts as
+    missing.
 
     Args:
         options: the task's ``generation_kwargs``.
@@ -215,12 +216,13 @@ def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[
     Raises:
         InputError: an option is out of range.
     """
-    until = options.get("until") or []
+    given = {key: value for key, value in options.items() if value is not None}
+    until = given.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     # tasks name it in one of these ways
-    most = options.get("max_gen_toks", options.get("max_new_tokens", options.get("max_tokens", new_tokens)))
-    warm = options.get("do_sample", float(options.get("temperature", 0) or 0) > 0)
-    chosen = {key: options[key] for key in ("top_p", "top_k") if warm and options.get(key) is not None}
-    temperature = float(options.get("temperature", 1.0)) if warm else 0.0
+    most = given.get("max_gen_toks", given.get("max_new_tokens", given.get("max_tokens", new_tokens)))
+    warm = given.get("do_sample", float(given.get("temperature", 0)) > 0)
+    chosen = {key: given[key] for key in ("top_p", "top_k") if warm and key in given}
+    temperature = float(given.get("temperature", 1.0)) if warm else 0.0
     sampling = SamplingParams(max_new_tokens=int(most), temperature=temperature, **chosen)
     return tuple(text for text in dict.fromkeys([*stops, end]) if text), sampling

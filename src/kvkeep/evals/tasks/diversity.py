@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
 from kvkeep.evals.qa_task import Item, QATask, TaskCase, fitting, prompt_of
-from kvkeep.evals.synthetic import Haystack
+from kvkeep.evals.synthetic import Haystack, sentences
 from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
@@ -26,7 +27,8 @@ _ORDER = 4
 def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n: int, about: str) -> list[Item]:
     """Return ``n`` items that are texts to continue, without a question; each begins with another sentence.
 
-    Each is as long as fits into ``length`` tokens with a continuation of ``new`` tokens.
+    Each is as long as fits into ``length`` tokens with a continuation of ``new`` tokens. The user's text begins again
+    when it is over.
 
     Args:
         checkpoint: the model.
@@ -36,17 +38,17 @@ def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n
         n: number of texts.
         about: the items' name in messages.
     """
-    items = []
+    items, own = [], sentences(options.text or "")
     for number in range(n):
         seed = options.seed * n + number
-        haystack = Haystack(options.text, seed)
+        haystack = Haystack(None, seed)
         # the seed has no part in the sentences of the user's text, so each item begins at another one of them; another
         # distance than 16 would change results
-        skip = 0 if options.text is None else 16 * seed
+        skip = 16 * seed % max(1, len(own))
 
         def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:  # of this turn of the loop
-            text = " ".join(haystack.first(skip + size)[skip:])
-            return Item(text=text, question="", answers=(), chat=False)
+            said = islice(cycle(own), skip, skip + size) if own else haystack.first(size)
+            return Item(text=" ".join(said), question="", answers=(), chat=False)
 
         items.append(fitting(checkpoint, item, length - new, 1, about))
     return items
@@ -58,7 +60,7 @@ class Diversity(QATask):
     """Share of different pairs of words in each continuation; Self-BLEU and distinct-n over all of a case."""
 
     name: ClassVar[str] = "diversity"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     @classmethod
     def make(

@@ -32,7 +32,7 @@ class LongGeneration(QATask):
     """
 
     name: ClassVar[str] = "long_generation"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     items: ClassVar[int] = 8
 
     references: dict[str, list[str]] = field(default_factory=dict)

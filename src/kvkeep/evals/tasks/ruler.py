@@ -35,7 +35,7 @@ class Ruler(QATask):
     """Share of the asked strings in the replies, one case per task and context."""
 
     name: ClassVar[str] = "ruler"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     @classmethod
     def make(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
@@ -278,7 +278,7 @@ class Answers(Measure):
         """
         made = [self._documents.make(number) for number in units]
         asked = [question for unit in made for question in unit]
-        replies = list(self._replies(writer, arm, budget, asked, units.start))
+        replies = self._replies(writer, arm, budget, asked, units.start)
         marks = iter("01"[question.right(reply)] for question, reply in zip(asked, replies, strict=True))
         return ["".join(next(marks) for _ in unit) for unit in made]
 
@@ -294,8 +294,8 @@ class Answers(Measure):
 
     def _replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
-    ) -> Iterator[str]:
-        """Yield the reply to each question under an arm at a budget.
+    ) -> list[str]:
+        """Return the reply to each question under an arm at a budget, in the order of the questions.
 
         Args:
             writer: the model.
@@ -305,35 +305,38 @@ class Answers(Measure):
             first: the number of the first row for policies with randomness.
         """
         if self._later:
-            yield from self._later_replies(writer, arm, budget, asked, first)
-            return
+            return self._later_replies(writer, arm, budget, asked, first)
+        replies: list[str] = []
         for at in batches([len(question.ids) for question in asked]):
             part = asked[at]
             drive = _drive(writer, arm, budget, len(part), first + at.start)
             # the last token is fed after the cut: else the reply's first word would follow from the whole text
             drive.feed(*left_padded([question.ids[:-1] for question in part]), last_only=True)
-            yield from self._finish(writer, drive, part, [question.ids[-1:] for question in part])
+            replies += self._finish(writer, drive, part, [question.ids[-1:] for question in part])
+        return replies
 
     def _later_replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
-    ) -> Iterator[str]:
-        """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies.
+    ) -> list[str]:
+        """Read each text once, cut it, ask all its questions in copies of that memory, and return the replies.
 
-        The arguments are those of `_replies`.
+        The arguments are those of `_replies`, and so is the order: questions about one text may lie apart.
         """
+        replies = dict.fromkeys(range(len(asked)), "")
         texts = {question.text: question.ids[: question.first] for question in asked}
         places = {text: place for place, text in enumerate(texts)}
         for at in batches([len(ids) for ids in texts.values()]):
             rows = list(texts.values())[at]
             read = _drive(writer, arm, budget, len(rows), first + at.start)
             read.feed(*left_padded(rows), last_only=True)
-            part = [question for question in asked if at.start <= places[question.text] < at.stop]
+            numbers = [i for i, question in enumerate(asked) if at.start <= places[question.text] < at.stop]
             # a copy takes the memory of its budget and of the question, not of the text
-            for few in batches([budget + len(question.ids) - question.first for question in part]):
-                copies = read.copies([places[question.text] - at.start for question in part[few]])
-                yield from self._finish(
-                    writer, copies, part[few], [question.ids[question.first :] for question in part[few]]
-                )
+            for few in batches([budget + len(asked[i].ids) - asked[i].first for i in numbers]):
+                part = [asked[i] for i in numbers[few]]
+                copies = read.copies([places[question.text] - at.start for question in part])
+                found = self._finish(writer, copies, part, [question.ids[question.first :] for question in part])
+                replies |= zip(numbers[few], found, strict=True)
+        return list(replies.values())
 
     def _finish(
         self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]

@@ -226,7 +226,7 @@ def _case(name: str) -> Case:
 
 
 def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
-    """Return the arms: each policy with the setup, under each rule for heads.
+    """Return the arms, each once: each policy with the setup, under each rule for heads.
 
     Default policies that cannot run so on this model are left out.
 
@@ -234,20 +234,21 @@ def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
         KVKeepError: a policy that the user named cannot run so.
         InputError: none of the case's policies runs on this model.
     """
-    arms = []
+    arms: dict[str, Arm] = {}
     for chosen in wanted.chosen():
         # a rule that a policy's name says is its only one
         rules = wanted.head_budgets if chosen.head_budget is None else (chosen.head_budget,)
         for setup in dict.fromkeys(chosen.over(replace(wanted.setup, head_budget=rule)) for rule in rules):
             try:
                 setup.cache(checkpoint, chosen.policy, [_EVERY])  # raises for what no budget can mend
-                arms.append(Arm(spec(chosen.policy), setup, _differences(checkpoint, chosen.policy, setup)))
+                arm = Arm(spec(chosen.policy), setup, _differences(checkpoint, chosen.policy, setup))
+                arms.setdefault(arm.name, arm)  # several may say the same in other words: h2o, h2o@16
             except KVKeepError:
                 if wanted.policies is not None:  # the user has named it
                     raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
-    return arms
+    return list(arms.values())
 
 
 def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:

@@ -63,7 +63,7 @@ SETTINGS = {
 }
 """Settings that have to be the same for results to be compared."""
 
-VERSION = 1
+VERSION = 2
 """Incremented by every change that changes results."""
 
 _REMEDY = "Restore it, or choose another `output` folder."

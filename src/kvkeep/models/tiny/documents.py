@@ -230,7 +230,8 @@ class Document:
 
     Attributes:
         text: the text, without a question.
-        questions: questions about different facts, in the order of the facts in the text.
+        questions: questions about different facts, in the order of the facts in the text, or of the depths that were
+            given for them.
     """
 
     text: str
