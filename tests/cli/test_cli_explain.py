@@ -172,15 +172,16 @@ def test_ctrl_c_writes_nothing(kv, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_ctrl_c_after_the_page_is_written_does_not_deny_it(kv, tmp_path, monkeypatch):
-    def pressed(found):
+@pytest.mark.parametrize(("at", "written"), [("_drawn", False), ("_sum", True)])
+def test_ctrl_c_says_whether_the_page_was_written(kv, tmp_path, monkeypatch, at, written):
+    def pressed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvkeep.cli.explain_run._sum", pressed)
+    monkeypatch.setattr(f"kvkeep.cli.explain_run.{at}", pressed)
     done = kv("-f", "report.txt", "-o", "page.html")
     assert done.exit_code == 130
-    assert (tmp_path / "page.html").exists()
-    assert "no page was written" not in done.said
+    assert (tmp_path / "page.html").exists() == written
+    assert ("no page was written" in done.said) != written
 
 
 def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):

@@ -116,6 +116,21 @@ def test_who_waits_gets_the_prompt_in_which_left_out_messages_were_recalled(monk
         assert more.token_ids == anew([*whole, *rest], policy="full", budget=200, drops=[(read, [gone])])
 
 
+def test_who_has_no_room_for_the_recalled_messages_reads_its_own_prompt(monkeypatch):
+    """The reader's prompt has become longer, and with this one's answer longer than the model was trained for."""
+    with talk_engine(monkeypatch) as engine:
+        whole, shorter, _ = left_out_of(engine)
+        monkeypatch.setattr(
+            engine._admission, "fits", lambda tokens, sampling: tokens < len(whole) or sampling.max_new_tokens < 9
+        )
+        for request in (turn(shorter), turn(shorter, new=9)):
+            engine.add(request)
+        found = [event.result for _ in range(40) for event in engine.step() if event.result]
+        assert [(result.dropped_tokens, len(result.token_ids)) for result in found] == [(31, 5), (0, 9)]
+        assert found[1].token_ids == anew(shorter, policy="full", budget=200, new=9)
+        assert not engine.busy
+
+
 def test_a_request_that_comes_after_the_prompt_was_read_reads_it_itself():
     engine = engine_of(rows=4)
     first = engine.add(wish(new=20))

@@ -211,8 +211,8 @@ class CalibrationFile:
             )
 
     def find(self, row: str, **keys: object) -> dict[str, Any] | None:
-        """Return the first line of the kind ``row`` that has these entries; ``None`` if there is none yet."""
-        for line in self._rows:
+        """Return the last line of the kind ``row`` that has these entries; ``None`` if there is none yet."""
+        for line in self._rows[::-1]:  # one that lacked losses has been measured again since
             if line["row"] == row and all(line.get(key) == value for key, value in keys.items()):
                 return line
         return None

@@ -5,6 +5,8 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,6 +20,7 @@ from kvkeep.cli.explain import ExplainOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import ProgressBar
+from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.errors import InputError
 from kvkeep.evals.arms import split_policies
 from kvkeep.explain import explanation
@@ -89,13 +92,17 @@ def serve(request: ExplainOptions) -> None:
         KVKeepError: the request or the model cannot be used, or the page cannot be written.
         Exit: the user pressed Ctrl-C; a note says if no page was written.
     """
-    found = None
+    written = False
     try:
         with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
             found = _recorded(request)
-            _report(request, found)
+            drawn = _drawn(request, found)
+            with Uninterrupted():  # so that the note is true
+                _write(request, found)
+                written = True
+            _report(request, found, drawn)
     except KeyboardInterrupt as interrupt:
-        console.note("stopped; no page was written" if found is None else "stopped")
+        console.note("stopped" if written else "stopped; no page was written")
         raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
@@ -131,22 +138,31 @@ def _recorded(request: ExplainOptions) -> Explanation:
         )
 
 
-def _report(request: ExplainOptions, found: Explanation) -> None:
-    """Write the page and the plots that were asked for, and print the record as JSON or as a summary.
+def _drawn(request: ExplainOptions, found: Explanation) -> list[Path]:
+    """Print the notes of a record, draw the plots that were asked for, and return their files."""
+    for note in found.notes:
+        console.note(note)
+    return found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
+
+
+def _write(request: ExplainOptions, found: Explanation) -> None:
+    """Write the page, if one was asked for.
 
     Raises:
         InputError: the page cannot be written.
     """
-    for note in found.notes:
-        console.note(note)
-    drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
-    if request.output is not None:
-        # the file may have come into being while the policies ran
-        request.check_output()
-        try:
-            write_whole(request.output, found.to_html().encode())
-        except OSError as error:
-            raise InputError(f"{request.output} cannot be written: {error.strerror}.") from error
+    if request.output is None:
+        return
+    # the file may have come into being while the policies ran
+    request.check_output()
+    try:
+        write_whole(request.output, found.to_html().encode())
+    except OSError as error:
+        raise InputError(f"{request.output} cannot be written: {error.strerror}.") from error
+
+
+def _report(request: ExplainOptions, found: Explanation, drawn: Iterable[Path]) -> None:
+    """Print the record as JSON or as a summary, with the files that were written."""
     if request.json:
         console.write_text(found.to_json() + "\n")
         return

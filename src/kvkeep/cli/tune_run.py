@@ -21,6 +21,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals.forward import Setup
 from kvkeep.evals.tune import report
 from kvkeep.evals.tune.documents import read_questions
+from kvkeep.evals.tune.measure import Case
 from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
 from kvkeep.evals.tune.search import CURVE, OnBlock, Progress, TuneRecords, TuneResult, sizes_of, tune
 from kvkeep.models import threads
@@ -161,7 +162,19 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
         console.out().print(console.with_flags(report.answer(result, plan.full_bytes)), soft_wrap=False)
         file = request.output / config.NAME
         shown = {"settings": str(file), **({"curve": str(drawn)} if drawn else {})}
-        console.err().print(console.facts({**shown, "use": command("kvkeep generate --config", file, "-f") + " FILE"}))
+        console.err().print(console.facts({**shown, "use": _use(request, plan.case, result, file)}))
+
+
+def _use(request: TuneOptions, case: Case, result: TuneResult, file: Path) -> str:
+    """Return the line of a command that takes the settings: `kvkeep generate` with their file, or after a search for
+    later questions `kvkeep remember` with each as an option.
+    """
+    if case != "later":
+        return command("kvkeep generate --config", file, "-f") + " FILE"
+    settings = report.config(result.found, request.model).settings()
+    model = settings.pop("model", None)
+    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return command("kvkeep remember", *([] if model is None else [model]), *options, "-f") + " FILE -o FILE.kvkeep"
 
 
 def _print(plan: TunePlan, result: TuneResult) -> None:

@@ -719,6 +719,9 @@ class Engine:
             for place, reader in ready
             if not reader.token_ids
             for twin in self._duplicates.of(reader)
+            # with messages that were left out the reader's prompt may have become too long for the twin's answer; such
+            # a twin waits on, and reads its own prompt when the reader ends
+            if not reader.skipped or self._admission.fits(len(reader.prompt), twin.request.sampling)
         ]
         places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
         sequences = [*(twin for *_, twin in twins), *(sequence for _, sequence in ready)]

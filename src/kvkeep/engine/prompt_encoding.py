@@ -138,7 +138,8 @@ class ConversationHistory:
             if min(start, stop) < 0:
                 raise InputError(
                     f"It is not known which tokens are those of message {at} alone: the chat template writes it "
-                    "together with others, or an earlier version has saved it. Give spans of tokens instead."
+                    "together with others, messages that were left out came before it, or an earlier version has "
+                    "saved it. Give spans of tokens instead."
                 )
             found.append((start, stop))
         return spans(found)

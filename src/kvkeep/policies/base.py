@@ -367,7 +367,7 @@ class Policy(Abilities, abc.ABC):
                 raise PolicyError(
                     f"{type(self).__name__}: {entry.name}={value!r:.200} cannot be written into the policy's string, "
                     "by which files name it: there a text is not empty, has no comma, does not begin or end with a "
-                    "blank, and none stands for no text. Choose another; if it is a file, rename it."
+                    "blank, and none stands for no text. Choose another; a file can be renamed, or moved elsewhere."
                 )
             if entry.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
                 raise PolicyError(f"{type(self).__name__}: {entry.name}={value} has no middle; use an odd number.")

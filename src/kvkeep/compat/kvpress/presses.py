@@ -583,7 +583,7 @@ class PerLayerCompressionPress(BasePress):
         for ratio in self.compression_ratios:
             _check_ratio(ratio)
         numbers = {length: [kept(length, ratio) for ratio in self.compression_ratios] for length in lengths}
-        # the budget is the mean of all layers, and their weights spread it
+        # the budget is the mean of all layers, to the next whole number, and their weights spread it
         options = self.press.under([round(sum(numbers[length]) / layers) for length in lengths], lengths, layers)
         return options.with_options(layer_budget=_weights(numbers[max(lengths)], options.policy))
 
