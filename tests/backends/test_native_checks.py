@@ -113,7 +113,6 @@ TENSORS = {
     "keys on another device": {"keys": torch.zeros(B, HK, S, D, device="meta")},
     "sparse keys": {"keys": torch.zeros(B, HK, S, D).to_sparse()},
     "positions of queries on another device": {"now": torch.zeros(B, 1, dtype=torch.int64, device="meta")},
-    "a negative window": options(window=-3),
     "sinks of fewer heads": options(sinks=torch.zeros(HK)),
     "sinks on another device": options(sinks=torch.zeros(HK * G, device="meta")),
     "sinks that are trained": options(sinks=torch.zeros(HK * G, requires_grad=True)),

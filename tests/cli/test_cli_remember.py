@@ -299,7 +299,7 @@ def test_ctrl_c_after_the_file_is_written_says_so(text, monkeypatch):
 
     monkeypatch.setattr(remember_run, "_report", stop)
     file, done = remember(model_folders.folder(), text, code=130)
-    assert f"stopped; {file} was written" in " ".join(done.stderr.split())
+    assert f"stopped;{file}waswritten" in "".join(done.stderr.split())  # a long path is broken anywhere
     assert file.exists()
 
 
