@@ -213,7 +213,7 @@ def test_a_quick_search_has_a_folder_of_its_own_and_few_documents(tmp_path, answ
     assert "cannot promise" in " ".join(result.stdout.split())
     chosen = Config.read(tmp_path / "tuned-quick" / "kvkeep.toml")
     assert chosen.policy in ("leverage", "tova")
-    use = f"kvkeep remember --policy {chosen.policy} --budget {chosen.budget} -f FILE -o FILE.kvkeep"
+    use = f"kvkeep remember {chosen.model} --policy {chosen.policy} --budget {chosen.budget} -f FILE -o FILE.kvkeep"
     assert use in " ".join(result.stderr.split())  # questions come later by default
     assert {unit for _, _, units in answers for unit in units} == set(range(4))
     assert len(answers) <= 16
