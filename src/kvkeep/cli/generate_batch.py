@@ -568,6 +568,7 @@ def _near(job: _Job, budget: int) -> None:
     todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
     job.announce(budget, engine.rows, engine.row_bytes)
     lines = (job.read_line(number, raw) for number, raw in _lines(job.source, todo))
+    # each could be read at the first look; one that cannot any more is left out here, and reported as unread
     job.run(LocalRunner(engine, (line for line in lines if isinstance(line, InputLine))), todo)
 
 

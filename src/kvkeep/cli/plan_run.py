@@ -289,7 +289,7 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
     if made.rows is not None:
         lines[f"memory for {console.count(made.rows, 'row')}"] = lambda cost: _fits(made, cost, made.rows or 0)
     lines["a step reads more cache than weights from"] = lambda cost: console.count(cost.crossover_rows, "row")
-    limit = "" if made.products else " at most"
+    limit = "" if made.products else " at most"  # without timed products only the memory's bandwidth is known
     for name, rows in _speeds(made).items():
         lines[f"tokens/s{limit}, {name}"] = _speed_of(made, rows)
     return lines

@@ -287,7 +287,7 @@ class PromptEncoder:
             past: what it continues. The first question about a remembered text is one message with that text.
         """
         if past is not None and past.opening is not None and (request.messages or isinstance(request.prompt, str)):
-            question, more = question_of(request, past.opening)
+            question, more = question_of(request, past.opening)  # raw or not: it refuses what cannot follow the text
             return () if past.opening.raw else (*past.opening.messages(question), *more)
         if request.messages is not None:
             return tuple(request.messages)

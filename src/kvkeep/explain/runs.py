@@ -376,6 +376,7 @@ def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
         take(view.layer, Heard(positions, found[0].float().clone(), protected_slots(self, view)[0].clone()))
         return found
 
+    # a class of its own, named as the policy's: fused kernels are refused by the class that defines `score`
     body = {"score": score, "__module__": kind.__module__, "__doc__": kind.__doc__}
     made = copy.copy(policy)
     # policies are frozen dataclasses, which refuse an ordinary assignment

@@ -318,7 +318,7 @@ class Block:
         A pool has no such tensors.
         """
         if isinstance(self.store, PooledStore):
-            return frozenset()
+            return frozenset()  # state, too, has one axis for the entries of all heads
         store, state = self.store.per_slot(), self.of_slots()
         return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
 

@@ -219,7 +219,7 @@ class SharedFolder:
                 return
 
     def _clear(self, folder: Path) -> None:
-        """Remove a server's folder, if it is empty and the server has ended; never the shared one."""
+        """Remove another server's folder, if it is empty and the server has ended; never the shared one."""
         if folder == self._root:
             return
         with suppress(OSError):  # its server lives, or files are left

@@ -310,8 +310,10 @@ class Prefill:
         B, Hk, S, D = self.keys.shape
         Hq, T = self.query.shape[1:3]
         tile, window = launch.columns_tile(D, self.query), self.options.window
+        # little is judged by the mean of a group, so with shares a piece has all query heads of the group
         count, pieces = -(-S // tile.slots), -(-T // tile.rows) * (Hq // Hk if shares is None else 1)
-        splits = min(pieces, launch.splits(count * Hk, self.query))  # more would have nothing to do
+        # more would have nothing to do; without the batch size, since a row's bits must not depend on other rows
+        splits = min(pieces, launch.splits(count * Hk, self.query))
         sums = torch.empty((splits, 1 if shares is None else 2, B, Hk, S), dtype=torch.float32, device=lse.device)
         oldest = self._oldest(tile.rows)
         share = weights if shares is None else shares.float().contiguous()
