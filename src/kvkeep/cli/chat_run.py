@@ -117,7 +117,7 @@ def _help(talk: ChatSession) -> None:
 
 
 def _show_memory(talk: ChatSession) -> None:
-    """Print turns, tokens seen and held, and the size of the conversation's memory."""
+    """Print turns, tokens seen and held (mean per layer and head), policy, budget, and the memory's size and file."""
     state = talk.state
     if state is None:
         console.out().print(console.facts({"conversation": talk.place.name, "tokens": "none yet"}))

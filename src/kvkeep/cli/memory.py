@@ -123,11 +123,11 @@ def _in_bits(kv_bits: str | None) -> str:
 
 
 def full_bytes(made: Fingerprint, layers: Iterable[tuple[int, int, int]], seen: int) -> int:
-    """Return the bytes that the keys and values of all seen tokens would take without eviction.
+    """Return the bytes that the keys and values of all seen tokens would take in the model's dtype without eviction.
 
     Args:
         made: the model and the settings of the memory.
-        layers: heads of each layer, and the numbers that its file has for a key and for a value.
+        layers: heads of each layer, its file's elements for a key and for a value; under ``kv_bits`` bytes of codes.
         seen: tokens.
     """
     # stored keys and values may be packed in fewer bits than the model's dtype, which a full cache has

@@ -108,7 +108,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     ``budget``. Of the first two, those too small for the protected and pinned tokens are left out.
 
     Raises:
-        InputError: no budget can be chosen for the policy, or its heads have budgets from a profile.
+        InputError: the policy's cuts cannot be tried, see `refusal`, or heads have budgets from a profile.
     """
     found = []
     for share in SHARES:

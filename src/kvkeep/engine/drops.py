@@ -190,12 +190,12 @@ def left_out(before: Sequence[Told], prompt: Sequence[Told]) -> LeftOut | None:
 
 
 def missing_messages(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how many messages of a conversation are missing in a longer one, which goes on behind the last of them and
+    """Return how many messages of a kept conversation are left out of a chat that goes on behind its last message and
     has the others in order; ``None`` if it does not. Messages are compared by role and content.
 
     Args:
         before: the messages of the conversation.
-        messages: those of the longer one.
+        messages: those of the chat, at least one of them behind the conversation's last; may be fewer than ``before``.
     """
     known, said = ([(message["role"], message["content"]) for message in part] for part in (before, messages))
     # the two at the end are the conversation's last message and one that goes on from it

@@ -54,7 +54,7 @@ class LengthRule:
 
         Args:
             past: tokens that the memory stands for.
-            n: tokens of the text that continues it.
+            n: tokens of the whole text that continues it, those of the memory included.
             of: tokens of the longer text from which the memory was cut back; 0: none.
         """
         if not past or self.key(past) == self.key(n) == self.key(max(past, of)):

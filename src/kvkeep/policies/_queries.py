@@ -167,7 +167,7 @@ class MeanQueries(Rounds):
 
     @property
     def unrotates(self) -> bool:
-        """Return ``True``: queries at later positions follow from those without rotation."""
+        """Return ``True``: the policy needs queries before their rotation, to turn them to later positions itself."""
         return True
 
     @property

@@ -189,7 +189,7 @@ class Abilities:
             `kvkeep.types.Earlier`. After the last layer it is the first layer's, for the next step.
         sums: set if the rule for generated tokens can run within an attention kernel.
         tally: set if the part of the rule that does not drop tokens can run within an attention kernel.
-        unrotates: whether it looks at keys before their rotation, `View.unrotated`.
+        unrotates: whether it looks at keys (`View.unrotated`) or queries before their rotation.
         asks: whether it looks at a prompt's queries, `View.queries`.
         projects: whether it looks at the projection of the heads' outputs while a prompt is read, `View.output`.
         rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
@@ -219,7 +219,7 @@ class Abilities:
 
     @property
     def unrotates(self) -> bool:
-        """Return whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
+        """Return whether the policy looks at keys or queries before their rotation, which not every model lets undo."""
         return False
 
     @property

@@ -35,7 +35,7 @@ class ExpectedAttention(Policy):
 
     @property
     def unrotates(self) -> bool:
-        """Return ``True``: queries at later positions follow from those without rotation."""
+        """Return ``True``: the policy needs queries before their rotation, to turn them to later positions itself."""
         return True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:

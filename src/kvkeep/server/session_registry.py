@@ -556,7 +556,7 @@ class SessionRegistry:
                 other.states.drop_oldest()
 
     def _state_bytes(self) -> int:
-        """Return the bytes of all stored states of open sessions. A state that forks share counts once."""
+        """Return the bytes of the memories that open sessions keep to go back to. One that forks share counts once."""
         states = {id(state): state for entry in self._open for state in entry.states}
         return sum(state.nbytes for state in states.values() if state is not None)
 

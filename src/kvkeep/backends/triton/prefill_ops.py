@@ -396,7 +396,9 @@ class Prefill:
         return self.query_positions.stride(0), k.stride(0), k.stride(1) if k.shape[1] > 1 else 0
 
     def _first_slots(self, rows: int, window: int) -> Int[Tensor, "B tiles"]:
-        """Return for each tile of rows the column of the chunk's first key inside the window of any of its rows."""
+        """Return for each tile of ``rows`` queries the column, in `keys`, of the first key of the chunk that is in the
+        window of any of them. Keys that were held before stand in columns before the chunk.
+        """
         found = torch.searchsorted(_rising(self.query_positions), self._oldest(rows) - window, right=True)
         return (found + self.keys.shape[2] - self.query.shape[2]).to(torch.int32)
 

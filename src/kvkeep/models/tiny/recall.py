@@ -269,7 +269,7 @@ class Fact:
     value: str
 
     def say(self, template: str) -> str:
-        """Return the fact as a sentence in the words of a template."""
+        """Return a template filled with the fact's owner, thing and value, its first letter in upper case."""
         text = template.format(owner=self.owner, thing=self.thing, value=self.value)
         return text[0].upper() + text[1:]
 
