@@ -29,6 +29,7 @@ from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import find, quiet
 from kvkeep.models.tiny import embedded
 from kvkeep.models.weight_hash import fingerprint
+from kvkeep.policies.registry import parse
 from kvkeep.result_files import as_text, command, finite
 from kvkeep.version import __version__
 
@@ -172,6 +173,7 @@ def _use(request: TuneOptions, case: Case, result: TuneResult, file: Path) -> st
     if case != "later":
         return command("kvkeep generate --config", file, "-f") + " FILE"
     settings = report.config(result.found, request.model).settings()
+    settings["policy"] = parse(settings["policy"])  # as people write it, with a preset's name
     model = settings.pop("model", None)
     options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
     return command("kvkeep remember", *([] if model is None else [model]), *options, "-f") + " FILE -o FILE.kvkeep"
