@@ -135,7 +135,12 @@ def test_with_a_kernel_nothing_is_said(machine):
 
 @pytest.mark.parametrize(
     "words",
-    [("env",), ("env", "--json"), ("generate", "-p", "Once", "-n", "1"), ("eval", "--tasks", "recall", "--limit", "1")],
+    [
+        ("env",),
+        ("env", "--json"),
+        ("generate", "-p", "Once", "-n", "1"),
+        ("eval", "--tasks", "recall", "--limit", "1", "-o", "results"),
+    ],
 )
 def test_a_command_without_a_kernel_says_so_in_its_first_line(machine, caplog, words, tmp_path, monkeypatch):
     machine(compiled=False)

@@ -367,7 +367,7 @@ def test_an_option_may_be_any_text(here):
 @pytest.mark.parametrize("text", ["a,b.pt", "a,sinks=3", " a", "a ", "", "none", "None"])
 def test_a_text_that_a_string_could_not_hold_is_refused(text):
     """Files name a policy by its string, and would be read as another one."""
-    with pytest.raises(kvkeep.PolicyError, match=r"cannot be written .* rename it"):
+    with pytest.raises(kvkeep.PolicyError, match=r"cannot be written .* can be renamed"):
         TriAttention(calibration=text)
 
 
