@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssConfig, SeedOssMLP
 
 import kvkeep
-from kvkeep.backends.native import native
+from kvkeep.backends.native import layer_ops, native
 from kvkeep.cache.hf_layers import handed
 from kvkeep.models import fused_layers
 from kvkeep.models.fused_layers import FusedLayer
@@ -202,6 +202,16 @@ def test_a_model_may_be_fused_while_another_thread_runs_it():
         thread.join()
     assert not failures
     assert any(isinstance(layer, FusedLayer) for layer in model.modules())
+
+
+@pytest.mark.parametrize("part", ["norm", "products", "gated"])
+def test_a_module_that_gets_its_own_class_back_during_its_call_computes_on(part, monkeypatch):
+    model = kvkeep.attach(made("qwen3"))
+    expected = logits_of(model)
+    fuse_modules(model)
+    monkeypatch.setattr(layer_ops, part, lambda *_: restore_modules(model))  # as another thread may
+    torch.testing.assert_close(logits_of(model), expected)
+    assert not any(isinstance(module, FusedLayer) for module in model.modules())
 
 
 def state(cache):

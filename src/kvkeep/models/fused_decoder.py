@@ -19,7 +19,7 @@ from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed, handed_
 from kvkeep.cache.layer import Layer
 from kvkeep.models.attention import PaddingMask, is_known
 from kvkeep.models.fused_layers import FusedLayer, is_ours, rotary_dim_of
-from kvkeep.models.fused_modules import TRIAL, has_own_forward, is_heard, mixed
+from kvkeep.models.fused_modules import TRIAL, has_own_forward, is_heard, mixed, unmixed
 from kvkeep.types import Phase
 
 _ROTARY, _LEARNED = "rotary_emb", "embed_positions"
@@ -56,6 +56,8 @@ class FusedDecoder(nn.Module):
 
     A step is made so if it has one token per row, and all layers may replay their last steps of attention for other
     tokens, see `Layer.replayable`. Embeddings, angles and the last norm are computed by their modules.
+
+    Methods are called by the class: another thread may give the decoder its own class back during a step.
     """
 
     config: Any
@@ -70,8 +72,8 @@ class FusedDecoder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the decoder's output, from the kernel where the step allows it."""
         # transformers calls a decoder by keywords; what a position means, only its own signature says
-        out = None if args else self._step(**kwargs)
-        return super().forward(*args, **kwargs) if out is None else out
+        out = None if args else FusedDecoder._step(self, **kwargs)
+        return unmixed(FusedDecoder, type(self)).forward(self, *args, **kwargs) if out is None else out
 
     def _step(self, **kwargs: Any) -> BaseModelOutputWithPast | None:
         """Run a decode step of one token per row as one call of the kernel, and return the decoder's output; ``None``,
@@ -84,15 +86,20 @@ class FusedDecoder(nn.Module):
         ids, cache, positions = kwargs.get("input_ids"), handed_over(kwargs), kwargs.get("position_ids")
         if not isinstance(cache, PhasedCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
             return None
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.training or not self._answers(kwargs):
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or self.training
+            or not FusedDecoder._answers(self, kwargs)
+        ):
             return None
         if (norm_name := _NORMS.get(frozenset(self._modules))) is None:
             return None  # it has other parts now
         mask = kwargs.get("attention_mask")
-        if (replays := self._replays(cache, mask)) is None or not self._is_checked():
+        if (replays := FusedDecoder._replays(self, cache, mask)) is None or not FusedDecoder._is_checked(self):
             return None
-        x, angles = self._embedded(ids, mask, positions, cache.get_seq_length())
-        if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
+        x, angles = FusedDecoder._embedded(self, ids, mask, positions, cache.get_seq_length())
+        if (step := FusedDecoder._recorded(self, replays, angles)) is None or not _replayed(replays, step, x, angles):
             return None
         held: dict[str, Any] = {_returned(): cache}
         return BaseModelOutputWithPast(last_hidden_state=getattr(self, norm_name)(x), **held)
@@ -117,7 +124,7 @@ class FusedDecoder(nn.Module):
         if positions is None:
             positions = torch.full((1, 1), seen, device=ids.device)
         # a copy: a hook may keep what the embedding returns, or return a weight
-        return x.clone(), [*self.angles(x, positions)]
+        return x.clone(), [*FusedDecoder.angles(self, x, positions)]
 
     def _answers(self, asked: dict[str, Any]) -> bool:
         """Return whether a step in one call gives all that the keyword arguments of ``forward`` and the configuration
@@ -184,9 +191,11 @@ class FusedDecoder(nn.Module):
         or recorded steps have changed; ``None`` if the kernel cannot run them. Of the angles only the width counts.
         """
         rotary_dims = [*map(rotary_dim_of, angles)]
-        fused = [layer.calls(rotary_dims[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
+        kinds = [*zip(self.layers, self.kinds, strict=True)]
+        found = [FusedLayer.calls(layer, rotary_dims[kind]) for layer, kind in kinds]
+        fused = [calls for calls in found if calls is not None]
         recorded = [call for call in replays.calls if layer_ops.is_native(call)]
-        if any(calls is None for calls in fused) or len(recorded) < len(fused):
+        if len(fused) < len(found) or len(recorded) < len(fused):
             return None
         first = recorded[0]
         within: _ModelCall | None = first.within

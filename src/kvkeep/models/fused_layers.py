@@ -42,6 +42,7 @@ from kvkeep.models.fused_modules import (
     is_heard,
     mixed,
     norm_of,
+    unmixed,
 )
 from kvkeep.types import AttentionOptions
 
@@ -357,7 +358,10 @@ def _run(
 
 
 class FusedLayer(nn.Module):
-    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention."""
+    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention.
+
+    Methods are called by the class: another thread may give the layer its own class back during a step.
+    """
 
     attention_arguments: dict[str, Any]
     attention_options: AttentionOptions | None
@@ -367,8 +371,8 @@ class FusedLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where the step allows it."""
         # transformers gives the hidden states by position, and all else by name
-        out = self._decode_step(*args, **kwargs) if len(args) == 1 else None
-        return super().forward(*args, **kwargs) if out is None else out
+        out = FusedLayer._decode_step(self, *args, **kwargs) if len(args) == 1 else None
+        return unmixed(FusedLayer, type(self)).forward(self, *args, **kwargs) if out is None else out
 
     def calls(self, rotary_dim: int) -> FusedCalls | None:
         """Return the kernel calls of this layer, kept and made anew if modules or weights have changed; ``None`` if its
@@ -380,7 +384,7 @@ class FusedLayer(nn.Module):
         rotary_dim = rotary_dim if self.rule.is_rotated else 0
         calls: FusedCalls | None = vars(self).get(CALLS)
         if calls is None or calls.rotary_dim != rotary_dim or not calls.are_of(self):
-            parts = parts_of(self) if self._is_as_tried() else None
+            parts = parts_of(self) if FusedLayer._is_as_tried(self) else None
             calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, self.rule, rotary_dim)
         return calls
 
@@ -408,7 +412,7 @@ class FusedLayer(nn.Module):
         more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
         if not all(argument is None or argument is False for argument in more):
             return None  # the layer is told what it was not in its trial
-        parts, calls = parts_of(self), self.calls(rotary_dim_of(angles))
+        parts, calls = parts_of(self), FusedLayer.calls(self, rotary_dim_of(angles))
         if parts is None or calls is None:
             return None
         call, mask = ALL_ATTENTION_FUNCTIONS[ATTENTION], kwargs.get("attention_mask")

@@ -77,14 +77,14 @@ class FusedLinear(nn.Linear):
     def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
         """Return the product with the weights, plus the bias."""
         if nn.Linear.forward is not _LINEAR_FORWARD:
-            return super().forward(input)
+            return nn.Linear.forward(self, input)  # not `super()`: see `unmixed`
         if self._qkv is not None and (out := self._qkv.output(self, input)) is not None:
             return out
         outputs = layer_ops.products(input, (self,))
         if outputs is not None:
             return outputs[0]
         wide = layer_ops.widened(input, self)
-        return super().forward(input) if wide is None else wide
+        return nn.Linear.forward(self, input) if wide is None else wide
 
 
 class FusedHead(nn.Linear):
@@ -97,7 +97,7 @@ class FusedHead(nn.Linear):
     def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
         """Return the logits; in half precision where torch computes them, as it does for training."""
         logits = None if nn.Linear.forward is not _LINEAR_FORWARD else layer_ops.logits(input, self)
-        return super().forward(input) if logits is None else logits
+        return nn.Linear.forward(self, input) if logits is None else logits
 
 
 class GateParts(NamedTuple):
@@ -162,7 +162,7 @@ class FusedGate(nn.Module):
             parts = gate_parts(self) if is_as_tried(self) else None
             if parts is not None:
                 out = layer_ops.gated(args[0], parts.gate, parts.up, parts.down, self._activation)
-        return super().forward(*args, **kwargs) if out is None else out
+        return unmixed(FusedGate, type(self)).forward(self, *args, **kwargs) if out is None else out
 
 
 class FusedNorm(nn.Module):
@@ -177,7 +177,7 @@ class FusedNorm(nn.Module):
         out, by = None, norm_of(self)
         if len(args) == 1 and not kwargs and by is not None and has_own_forward(self):
             out = layer_ops.norm(args[0], by)
-        return super().forward(*args, **kwargs) if out is None else out
+        return unmixed(FusedNorm, type(self)).forward(self, *args, **kwargs) if out is None else out
 
 
 EPSILON = ("variance_epsilon", "eps")
@@ -389,6 +389,15 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
         kept = {"plain": kind, "plain_forward": staticmethod(kind.forward)}
         _MIXED[key] = type(kind.__name__, (mixin, kind), {**names, **kept, "__reduce_ex__": _reduced})
     return _MIXED[key]
+
+
+def unmixed(mixin: type[nn.Module], kind: Any) -> Any:
+    """Return the class that a module of the class ``kind`` has without a mixin.
+
+    Its ``forward`` takes the place of that of ``super()``, which fails if another thread has taken the mixin away since
+    the call began.
+    """
+    return kind.plain if issubclass(kind, mixin) else kind
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
