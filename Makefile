@@ -122,7 +122,7 @@ models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the ne
 	$(BIN)/python tools/models_page.py --try
 	$(OLD)/python tools/models_page.py --try
 
-test: .venv/.installed  ## the tests, with the newest transformers (5 minutes on 2 cores, no network)
+test: .venv/.installed  ## the tests, with the newest transformers (5 to 6 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share
