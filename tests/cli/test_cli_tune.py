@@ -209,12 +209,15 @@ def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, an
 
 def test_a_quick_search_has_a_folder_of_its_own_and_few_documents(tmp_path, answers, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = tune("--quick", "--policies", "leverage,tova", "--context", 500, "--no-plots")
+    read = ("--dtype", "float32", "--allow-pickle")
+    result = tune("--quick", "--policies", "leverage,tova", "--context", 500, "--no-plots", *read)
     assert "cannot promise" in " ".join(result.stdout.split())
     chosen = Config.read(tmp_path / "tuned-quick" / "kvkeep.toml")
     assert chosen.policy in ("leverage", "tova")
-    use = f"kvkeep remember {chosen.model} --policy {chosen.policy} --budget {chosen.budget} -f FILE -o FILE.kvkeep"
-    assert use in " ".join(result.stderr.split())  # questions come later by default
+    settings = f"--policy {chosen.policy} --budget {chosen.budget} {' '.join(read)}"
+    assert f"kvkeep remember {chosen.model} {settings} -f FILE -o FILE.kvkeep" in " ".join(
+        result.stderr.split()
+    )  # questions come later by default
     assert {unit for _, _, units in answers for unit in units} == set(range(4))
     assert len(answers) <= 16
     assert "the same texts" not in result.stderr

@@ -196,7 +196,7 @@ class RowSnapshots:
                 check(snapshot.contents, blocks, states)
         except ShapeError as error:
             raise SnapshotError(f"The snapshot cannot be used here. {error}") from error
-        # of a prompt that was announced, and of which the rows that stay have been fed a part
+        # tokens of an announced prompt that the rows that stay have not been fed yet
         stays = max(0, self._history.prompt_columns - layers[0].columns) if len(snapshots) < rows else 0
         seen = blocks[0].seen.tolist()
         # as if the rows had been fed together, with padding in front of the shorter ones
@@ -210,7 +210,7 @@ class RowSnapshots:
         for layer in layers:
             layer.find_lead()
         self._history.begin_again(ids, columns=columns, device=blocks[0].seen.device)
-        self._history.prompt_columns = columns + max(stays, *(snapshot.pending for snapshot in snapshots.values()))
+        self._history.prompt_columns = columns + max([stays, *(snapshot.pending for snapshot in snapshots.values())])
         # no model has fed the cache yet, or it is gone; the next one is checked when it comes
         if self.weights is None or self.weights() is None:
             known = (snapshot.fingerprint.weights for snapshot in snapshots.values())

@@ -29,7 +29,7 @@ from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import find, quiet
 from kvkeep.models.tiny import embedded
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.policies.registry import parse
+from kvkeep.policies.registry import label
 from kvkeep.result_files import as_text, command, finite
 from kvkeep.version import __version__
 
@@ -166,16 +166,24 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
         console.err().print(console.facts({**shown, "use": _use(request, plan.case, result, file)}))
 
 
+_READ = ("dtype", "load_in", "allow_pickle")
+"""Options of a model's weights without which another command would read others, or none."""
+
+
 def _use(request: TuneOptions, case: Case, result: TuneResult, file: Path) -> str:
     """Return the line of a command that takes the settings: `kvkeep generate` with their file, or after a search for
     later questions `kvkeep remember` with each as an option.
     """
-    if case != "later":
-        return command("kvkeep generate --config", file, "-f") + " FILE"
     settings = report.config(result.found, request.model).settings()
-    settings["policy"] = parse(settings["policy"])  # as people write it, with a preset's name
+    # no option takes weights of layers, as a calibration gives them
+    if case != "later" or isinstance(settings.get("layer_budget"), tuple):
+        return command("kvkeep generate --config", file, "-f") + " FILE"
+    settings["policy"] = label(settings["policy"])
     model = settings.pop("model", None)
-    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    # how the weights that were measured were read, where it was said
+    settings |= {name: value for name in _READ if (value := getattr(request, name)) not in (None, False, "auto")}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    options = [word for flag, value in flags.items() for word in ((flag,) if value is True else (flag, value))]
     return command("kvkeep remember", *([] if model is None else [model]), *options, "-f") + " FILE -o FILE.kvkeep"
 
 

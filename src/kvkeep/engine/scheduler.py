@@ -503,7 +503,7 @@ class DuplicatePrompts:
 
     def __init__(self) -> None:
         self._readers: dict[Hashable, Sequence] = {}
-        # of the readers, by their ids: a reader's prompt, and so its key, may change when it gets its row
+        # the key under which each reader was registered, by the reader's id: its prompt may change when it gets its row
         self._keys: dict[int, Hashable] = {}
         self._waiting: dict[int, list[Sequence]] = {}
 

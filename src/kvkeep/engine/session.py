@@ -675,8 +675,10 @@ class TurnStates:
             self._states.pop()
 
     def replace_last(self, state: Snapshot | None) -> None:
-        """Replace the memory after the last turn."""
-        self._states[-1] = state
+        """Replace the memory after the last turn; without one that was noted, append it."""
+        if self._states:
+            self._states.pop()
+        self._states.append(state)
 
 
 # The sessions of an engine, found by their names.

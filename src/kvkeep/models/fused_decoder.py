@@ -293,7 +293,7 @@ def _agrees(decoder: Any) -> bool:
     """Return whether a decode step of a fused decoder in one call gives the same output as its own class, by running
     three tokens in caches of their own. An error counts as another output.
     """
-    plain: Any = functools.partial(type(decoder).plain.forward, decoder)
+    plain: Any = functools.partial(unmixed(FusedDecoder, type(decoder)).forward, decoder)
     last = getattr(decoder.config, "max_position_embeddings", None) or _TRIAL_POSITIONS[-1] + 1
     ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS]).clamp(max=last - 1)
 
@@ -307,7 +307,7 @@ def _agrees(decoder: Any) -> bool:
         expected = run(plain, whole, slice(0, 3)).last_hidden_state[:, -1].float()
         for column in range(2):  # a prompt, and a decode step that is recorded: the third token replays it
             run(plain, steps, slice(column, column + 1))
-        output = run(decoder._step, steps, slice(2, 3))
+        output = run(functools.partial(FusedDecoder._step, decoder), steps, slice(2, 3))
     except Exception:  # it takes something else
         return False
     finally:

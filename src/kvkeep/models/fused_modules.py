@@ -78,7 +78,8 @@ class FusedLinear(nn.Linear):
         """Return the product with the weights, plus the bias."""
         if nn.Linear.forward is not _LINEAR_FORWARD:
             return nn.Linear.forward(self, input)  # not `super()`: see `unmixed`
-        if self._qkv is not None and (out := self._qkv.output(self, input)) is not None:
+        qkv: FusedQKV | None = vars(self).get("_qkv")  # read once: another thread may take it away, see `unmixed`
+        if qkv is not None and (out := qkv.output(self, input)) is not None:
             return out
         outputs = layer_ops.products(input, (self,))
         if outputs is not None:
