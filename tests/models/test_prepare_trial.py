@@ -19,6 +19,7 @@ import kvkeep
 from kvkeep.backends.native import layer_ops, native
 from kvkeep.cache.hf_layers import handed
 from kvkeep.models import fused_layers
+from kvkeep.models.fused_decoder import FusedDecoder
 from kvkeep.models.fused_layers import FusedLayer
 from kvkeep.models.fused_modules import FusedGate
 from kvkeep.models.prepare import fuse_modules, restore_modules
@@ -212,6 +213,23 @@ def test_a_module_that_gets_its_own_class_back_during_its_call_computes_on(part,
     monkeypatch.setattr(layer_ops, part, lambda *_: restore_modules(model))  # as another thread may
     torch.testing.assert_close(logits_of(model), expected)
     assert not any(isinstance(module, FusedLayer) for module in model.modules())
+
+
+@pytest.mark.parametrize(("home", "name"), [(FusedDecoder, "_embedded"), (fused_layers, "handed_over")])
+def test_a_model_that_gets_its_own_classes_back_in_a_decode_step_goes_on(home, name, monkeypatch):
+    model = kvkeep.attach(made("qwen3"))
+    expected, real, calls = generated(model, tokens=12), getattr(home, name), []
+
+    def restored(*args, **options):
+        found = real(*args, **options)
+        calls.append(found)
+        restore_modules(model)  # as another thread may
+        return found
+
+    fuse_modules(model)
+    monkeypatch.setattr(home, name, restored)
+    assert generated(model, tokens=12) == expected
+    assert calls
 
 
 def state(cache):
