@@ -149,6 +149,15 @@ def test_a_file_that_a_policy_names_is_found_from_another_folder(on, tmp_path, m
     assert rows(tmp_path / "far") == rows(tmp_path / "one")
     assert {row["policy"] for row in rows(tmp_path / "far")} == {"full", "triattention:calibration=queries.pt"}
 
+    # no policy's string can hold this folder's name, so it is refused before any worker starts
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "queries.pt").rename(tmp_path / "a,b" / "queries.pt")
+    monkeypatch.chdir(tmp_path / "a,b")
+    cluster = on(Real(4))
+    found = invoke(tmp_path / "no", *words, "--ray-workers", 2, tasks=("--tasks", "perplexity"))
+    assert (found.exit_code, cluster.actors) == (2, [])
+    assert "has no comma" in " ".join(found.stderr.split())
+
 
 def test_a_share_without_a_cell_is_no_error(on, tmp_path):
     on(Real(0))

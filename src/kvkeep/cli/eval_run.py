@@ -488,6 +488,8 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) ->
             cannot be run.
     """
     assert request.workers is not None
+    for planned in grid.planned:
+        whole_policy(planned.policy)  # refuses a path that no policy's string can hold while nothing has started
     size = pool_size(request.workers, todo, piece="cell", tell=console.note)
     console.progress(f"starting {console.count(size, 'worker')} …")
     with (

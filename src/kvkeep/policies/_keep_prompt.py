@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.pins import LAST, Spans, count
-from kvkeep.policies.base import Policy, enough, share_kept
+from kvkeep.policies.base import Policy, share_kept, smallest_budget
 from kvkeep.types import Budget, View
 
 _P = TypeVar("_P", bound=Policy)
@@ -123,7 +123,7 @@ def check_read(policy: Policy, budget: int, pins: Spans, *, window: int | None =
     own = replace(policy, keep_prompt=None)
     if (needed := own.needed(budget, pins)) <= budget:
         return
-    least = enough(lambda larger: own.needed(larger, pins), needed)
+    least = smallest_budget(lambda larger: own.needed(larger, pins), needed)
     remedy = f"Raise the budget to at least {least}, or let" if least else "Let"
     raise BudgetError(
         f"keep_prompt keeps all {count(pins)} tokens that were read, and {own} needs slots for new ones beside them: "

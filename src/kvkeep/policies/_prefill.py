@@ -16,7 +16,7 @@ from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.kv import ranking
 from kvkeep.policies._head_budgets import average
-from kvkeep.policies.base import Growth, MassSums, Policy, enough, option
+from kvkeep.policies.base import Growth, MassSums, Policy, option, smallest_budget
 from kvkeep.types import EMPTY, Budget, Phase, Report, State, View
 
 SLIDING = MassSums(steady={}, slides=True)
@@ -77,8 +77,9 @@ class PrefillOnly(Policy):
         if self.room and not self.grows:
             raise PolicyError(f"room={self.room} is only of use with decode=grow, where slots are left free.")
         if self.room and budget < self._chooses(budget):
-            least = enough(self._chooses, self._chooses(budget))  # a larger budget may protect more
-            raise BudgetError(f"{self} needs a budget of at least {least}; {budget} leaves nothing to choose.")
+            least = smallest_budget(self._chooses, self._chooses(budget))  # a larger budget may protect more
+            remedy = f"Raise it to at least {least}, or protect fewer" if least else "Protect fewer"
+            raise BudgetError(f"{self}: a budget of {budget} leaves nothing to choose. {remedy}.")
 
     def _chooses(self, budget: int) -> int:
         """Return how many slots are protected or left free under a budget, and one more."""

@@ -249,7 +249,7 @@ _TRIES = 64
 """Steps of the search for the smallest budget that is enough: where each larger budget protects more, none is."""
 
 
-def enough(needed: Callable[[int], int], least: int) -> int | None:
+def smallest_budget(needed: Callable[[int], int], least: int) -> int | None:
     """Return the smallest budget that is enough; ``None`` if there seems to be none.
 
     Args:
@@ -410,7 +410,7 @@ class Policy(Abilities, abc.ABC):
         sinks, recent = self.protected(budget)
         if sinks + recent <= budget:
             return
-        least = enough(lambda larger: sum(map(int, self.protected(larger))), sinks + int(recent))
+        least = smallest_budget(lambda larger: sum(map(int, self.protected(larger))), sinks + int(recent))
         remedy = f"Raise the budget to at least {least}, or protect fewer" if least else "Protect fewer"
         raise BudgetError(
             f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. {remedy}."
@@ -426,7 +426,7 @@ class Policy(Abilities, abc.ABC):
         """
         if not self.evicts or not pins or (needed := self._needed(budget, pins)) <= budget:
             return
-        least = enough(lambda larger: self._needed(larger, pins), needed)
+        least = smallest_budget(lambda larger: self._needed(larger, pins), needed)
         remedy = f"Raise the budget to at least {least}, or pin fewer" if least else "Pin fewer"
         raise BudgetError(
             f"{count(pins)} tokens are pinned, and {self} needs slots for others beside them, together {needed}: more "
