@@ -686,7 +686,9 @@ def optional(kind: ValueKind) -> ValueKind:
 
 
 def list_of(kind: ValueKind, length: int | None = None) -> ValueKind:
-    """Return the kind of lists whose entries are all of one kind; ``length``: how many, ``None``: any number."""
+    """Return the kind of lists whose entries are all of one kind; ``length``: how many, ``None``: any number. Its name
+    in messages does not tell the length; see `ValueKind.called`.
+    """
 
     def fits(value: object) -> bool:
         return isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value))

@@ -337,7 +337,7 @@ def test_a_guard_is_refused_under_a_profile_alone(profile):
         if rule != profile:
             engine.add(request)
         else:
-            with pytest.raises(InputError, match="its heads have budgets of their own"):
+            with pytest.raises(InputError, match="a profile gives each head its own"):
                 engine.add(request)
 
 

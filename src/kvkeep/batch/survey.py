@@ -331,7 +331,8 @@ class Survey:
 
         Args:
             judge: says why the engine refuses requests of each shape; it is asked once, with all shapes.
-            numbers: the lines that are checked.
+            numbers: the lines that are checked, none of which was bad when it was added; the others have no shape, and
+                raise a `KeyError`. Lines that were set aside are not left out.
         """
         shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
         verdicts = dict(zip(shapes, judge(shapes), strict=True))

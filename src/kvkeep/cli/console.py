@@ -377,8 +377,10 @@ def show_time_left(seconds: float) -> str:
     return f"about {minutes} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
 
 
-def show_seconds(seconds: float) -> str:
-    """Return a duration as text: ``310 ms``, ``4.2 s``."""
+def show_seconds(seconds: float | None) -> str:
+    """Return a duration as text: ``310 ms``, ``4.2 s``, or a dash if none was measured."""
+    if seconds is None:
+        return "–"
     # from 0.9995 on, milliseconds would be rounded to 1000
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 

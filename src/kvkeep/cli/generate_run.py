@@ -672,7 +672,7 @@ def _figures(bounded: Side, full: Side) -> Table:
         column.justify = "right"
     for name, values in {
         "new tokens": [str(len(side.result.token_ids)) for side in (bounded, full)],
-        "time to first token": [console.show_seconds(side.result.ttft_s or 0.0) for side in (bounded, full)],
+        "time to first token": [console.show_seconds(side.result.ttft_s) for side in (bounded, full)],
         "speed after that": [console.show_speed(side.result.tpot_s) for side in (bounded, full)],
         "KV memory": [console.show_bytes(side.held_bytes) for side in (bounded, full)],
         "compression": [_compression(full.held_bytes / side.held_bytes) for side in (bounded, full)],

@@ -118,8 +118,12 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
             found.append(number)
     # two shares of a small budget may be the same number
     found = sorted({*found, budget})
-    reason = "its heads have budgets of their own" if layout.profile else refusal(layout.policy, found)
-    if reason:
+    if layout.profile:  # it divides one budget among heads; what a cut loses is compared for equal ones
+        raise InputError(
+            "`guard` chooses one budget for all heads, and here a profile gives each head its own. Leave `guard` or "
+            "`head_budget` out."
+        )
+    if reason := refusal(layout.policy, found):
         raise InputError(
             f"`guard` chooses a budget by the attention that a prompt's cut loses, which fails under {layout.policy}: "
             f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."

@@ -541,7 +541,11 @@ def _dense(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Compute attention with an ordinary cache, or without one. A column's index is its position."""
+    """Compute attention with an ordinary cache, or without one.
+
+    Key ``j`` stands at position ``mask.kv_offset + j``, and query ``t`` at ``mask.q_offset + t``. Keys that are padding
+    or stand after the last query, as the unwritten slots of a static cache do, are seen by no query.
+    """
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:

@@ -429,14 +429,15 @@ def _table(file: GGUFFile, name: str) -> list[float]:
 
 def _llama3(file: GGUFFile, theta: float, rotated: int) -> Fields:
     """Return the fields of the rotary scaling of Llama 3.1 and later, recognised by the divisors of frequencies that
-    the file holds.
+    the file holds. The original length is 8192 or the file's context length, whichever gives these divisors.
 
     Args:
-        file: the file.
+        file: the file, which must hold divisors.
         theta: the base of the frequencies.
         rotated: dims of a head that rotate.
 
     Raises:
+        ModelFileError: the file holds no divisors, or no context length.
         UnsupportedModelError: the divisors are those of another rule.
     """
     stored = torch.tensor(_table(file, _FREQUENCIES))

@@ -139,7 +139,7 @@ def restore_modules(model: nn.Module) -> None:
             module.__class__ = kind.plain
         elif type(module) in (FusedLinear, FusedHead):
             vars(module).pop("_qkv", None)
-            object.__setattr__(module, "__class__", nn.Linear)
+            module.__class__ = nn.Linear
 
 
 def weight_layout(model: nn.Module) -> tuple[bool, bool]:

@@ -83,6 +83,7 @@ def encode_chat(
         raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
     for message in messages:
         _check_text(message["content"])
+    # a field of OpenAI's requests, of which a user expects something; other variables are a template's own affair
     if (effort := "reasoning_effort") in (chat_template_kwargs or {}) and not reads(checkpoint.tokenizer, effort):
         raise InputError(
             f"{effort} has no effect: the chat template of {checkpoint.name} does not read it. Leave it out."

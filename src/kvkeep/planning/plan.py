@@ -181,7 +181,9 @@ class Setting:
         )
 
     def full(self) -> Cost:
-        """Return the cost with a full cache."""
+        """Return the bytes that a full cache takes: those of the weights, of one row of `context` tokens, and the
+        working memory of a step. The number of rows is given to the methods of `Cost`.
+        """
         model, size = self.outline.shape, self.dtype.itemsize
         return Cost(
             **self._weights(),

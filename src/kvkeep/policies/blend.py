@@ -47,7 +47,7 @@ class Blend(Leverages):
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return the leverage of a prompt's tokens, with infinity for those that its end attends to most: ``share`` of
-        the slots that are not protected. In decode, return an order by age.
+        the slots that are not protected. In decode, where no row's attention is asked for, return an order by age.
         """
         if view.is_decode:
             return self.later(view)
@@ -55,7 +55,7 @@ class Blend(Leverages):
         free = (view.positions >= self.sinks) & (view.positions < last[:, :, None])
         protected = ((view.positions >= 0) & ~free).sum(dim=-1)
         room = (table(view.budget, view.seen) - protected).clamp(min=0)
-        # NaN would rank above every mass
+        # a key that stands out keeps its neighbours, which make sense of it; NaN would rank above every mass
         pooled = ranking.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
         # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         number = (self.share * room.double() + 1e-9).long()

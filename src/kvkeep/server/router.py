@@ -328,8 +328,8 @@ class Router:
                 yield
 
     async def _wish(self, forwarded: Received) -> PlacementRequest:
-        """Parse a request's body, and return what the request needs of its replica, see `wish_of`. A body that cannot
-        be read counts as ``{}``.
+        """Return what a request needs of its replica by its method, path and body, see `wish_of`. A body that is empty
+        or cannot be read counts as ``{}``; what the path names, such as a session, is needed all the same.
         """
         try:
             many = len(forwarded.body) > LARGE

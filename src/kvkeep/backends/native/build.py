@@ -188,6 +188,7 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
         return mine and not others
     if status.st_mode & stat.S_ISVTX:
         return mine or status.st_uid == 0
+    # many systems give each user a group of their own, and let it write to all that they make
     own_group = status.st_gid == os.getgid() and not status.st_mode & 0o002
     return (mine or status.st_uid == 0) and (not others or own_group)
 

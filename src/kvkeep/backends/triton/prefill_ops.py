@@ -132,12 +132,13 @@ def attend(inputs: AttentionInputs, *, output: Output = "auto") -> tuple[Float[T
     """Compute `Backend.attend` for a prefill; return ``None``, and log why, if no kernel can do it, see `unknown`.
 
     ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
-    whole prompt without padding, soft cap, sinks and window. ``auto``: torch's where it can, the prompt is long and few
-    rows count.
+    whole prompt without padding, soft cap, sinks and window, else our kernel. ``auto``: torch's where it can, in half
+    precision on a GPU, if the prompt is long, and few rows count or cuDNN also gives the log-sum-exp of all rows.
 
     Cost:
-        see `prefill.forward` and `prefill.columns`; with a gain, or torch's output, the logits of the counted rows once
-        more. Extra memory: the sums, and a number per query head and row.
+        see `prefill.forward` and `prefill.columns`; with a gain on the logits, or torch's output without the
+        log-sum-exp, the logits of the counted rows once more. Extra memory: the sums, and a number per query head and
+        row.
     """
     query, slots, now, options, statistic = inputs
     if (reason := unknown(query, slots, statistic, options)) is not None:

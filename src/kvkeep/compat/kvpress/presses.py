@@ -602,7 +602,7 @@ class ComposedPress(BasePress):
     presses: Sequence[BasePress]
 
     def __post_init__(self) -> None:
-        """Refuse more than one press."""
+        """Refuse any number of presses but one; an empty list, too."""
         if len(self.presses) != 1:
             raise UnsupportedOperationError(
                 f"ComposedPress of {len(self.presses)} presses has no equal in kvkeep: a cache has one policy. Compose "

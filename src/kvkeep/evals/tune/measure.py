@@ -63,7 +63,9 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Return the policy, with the options that differ from the policy's own, as tables have it."""
+        """Return the policy's label, which has its own options, and in brackets the options of the cache (`setup`) that
+        differ from what the policy would choose: ``h2o:recent=32 (positions=slot)``. Tables have it so.
+        """
         return self._named(label(self.policy))
 
     def _named(self, policy: str) -> str:
@@ -157,9 +159,11 @@ class KeptQuality:
 
 
 def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
-    """Return the share of the full cache's quality that tallies show, with its 95 % interval.
+    """Return the share of the full cache's quality that tallies show, with its 95 % interval over documents: Wilson's
+    (`of_clustered_share`) for answers, Student's, of the mean loss per token, for losses.
 
-    All its numbers are NaN if the tallies have nothing to compare.
+    If the tallies have nothing to compare, the weight is 0 and the other numbers are NaN. If a single document has
+    something to compare, the interval is NaN.
 
     Args:
         tallies: one for each document.
