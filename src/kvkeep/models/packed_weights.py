@@ -52,7 +52,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -> int:
-    """Replace linear layers by packed ones, in place. Return how many were replaced.
+    """Replace linear layers by packed ones, in oneDNN's blocked layout, in place. Return how many were replaced.
 
     The plain weights are dropped, so that nothing is stored twice; the model can no longer be trained or saved. Some
     layers stay as they are: quantised ones, layers with hooks, on another device or in another dtype, parts of

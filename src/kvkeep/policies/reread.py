@@ -4,7 +4,7 @@ Source: kvkeep's own; it computes without a second pass what KVzip (arXiv:2505.2
 Differs: queries are those of the first reading, turned ahead by the prompt's length; one budget for all heads. With
   chunks, each chunk rereads what is held and itself, and a token's score is the largest so far.
   With `equal` below 1, the heads of all layers divide the budget, unless a cache cannot do so (its own chunks, another
-  rule for layers than `sliding`, a model split over processes, sliding windows everywhere).
+  rule for layers than `sliding` or `uniform`, a model split over processes, sliding windows everywhere).
 Fails when: nothing in the prompt resembles the question; a chunk dropped the answer before; or a later question has
   more tokens than `recent`. It costs one more product of all queries and all keys.
 """
