@@ -89,6 +89,7 @@ def test_a_prompt_that_fits_into_a_quarter_loses_nothing_there():
     [
         ("full", "keeps every token"),
         ("local", "shows no attention mass"),
+        ("reread:decode=score", "asks for no row of a prompt"),
         ("scissorhands", "no plain choice"),
         ("spatten", "no plain choice"),
         ("snapkv:window=2,decode=grow", "no plain choice"),

@@ -69,6 +69,8 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
         return f"what it asks of attention cannot be told beforehand ({one_line(error)})"
     if "mass" not in asked[0].fields:
         return "its statistic shows no attention mass"
+    if not torch.as_tensor(asked[0].rows).any():
+        return "it asks for no row of a prompt, so what a cut loses is not known"
     if not all(_same(asked[0], statistic) for statistic in asked[1:]):
         return "what it asks of attention depends on the budget"
     return None
