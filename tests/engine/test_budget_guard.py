@@ -78,6 +78,18 @@ def test_a_budget_that_pins_do_not_fit_is_left_out():
     assert [one.budget for one in results] == [4, 8, 16, 4]
 
 
+@pytest.mark.parametrize(("budget", "levels"), [(13, {13}), (40, {20, 40}), (64, {16, 32, 64})])
+def test_budgets_under_which_a_policy_rates_tokens_otherwise_are_left_out(budget, levels):
+    """Under 16 tokens the default of `generate` protects less than its observation window, and rates the rest."""
+    engine = Engine(model("llama"), policy="snapkv:default", budget=budget, rows=1)
+    found = [engine.generate(asked(i, length=80, guard=guard))[0] for i, guard in enumerate((0.0, 0.5, 1.0))]
+    assert {result.finish_reason for result in found} == {"length"}
+    assert found[2].budget == min(levels)
+    by_hand = {number: engine.generate(asked(1, length=80, budget=number))[0].lost_mass.prompt for number in levels}
+    wanted = min((number for number in levels if by_hand[number] <= 0.5), default=budget)
+    assert found[1].budget == wanted
+
+
 def test_a_prompt_that_fits_into_a_quarter_loses_nothing_there():
     engine = Engine(model("llama"), policy="h2o", budget=BUDGET, rows=1, guard=0.0)
     (found,) = engine.generate(asked(1, length=4, new=1))
@@ -101,6 +113,8 @@ def test_policies_under_which_no_budget_can_be_chosen_are_refused(policy, why):
     engine = Engine(model("llama"), policy=policy, budget=64, rows=1)
     with pytest.raises(InputError, match=why):
         engine.add(asked(1, length=20, new=2, guard=0.1))
+    with pytest.raises(InputError, match=why):  # of an engine's own guard already here
+        Engine(model("llama"), policy=policy, budget=64, rows=1, guard=0.1)
 
 
 def test_prompts_in_chunks_are_refused_with_the_remedy():

@@ -122,6 +122,7 @@ def test_check(tmp_path):
         (("--key-file", str(tmp_path)), "cannot be read"),
         (("--budget", "0"), "budget"),
         (("--guard", "7"), "--guard 7"),
+        (("--guard", "0.2", "--device", "cpu"), "Leave --guard out, or give another policy"),
         (("--max-tokens", "5"), "--max-new-tokens"),
     ):
         assert said in refused(*words), words

@@ -27,6 +27,7 @@ from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
 from kvkeep.engine.admission import DEFAULT_ROWS, free_bytes
+from kvkeep.engine.budget_guard import levels
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_cache import check_prefix_memory
 from kvkeep.engine.request import checked_guard
@@ -462,6 +463,8 @@ def _checkpoint(request: ServeOptions) -> tuple[ServeOptions, Checkpoint, int | 
     )
     # refuses a budget that the policy cannot work with
     layout.slots(request.budget)
+    if request.guard is not None:
+        levels(layout, request.budget, ())  # refuses a policy that cannot be guarded
     longest = checkpoint.max_model_len(slot_positions=layout.positions == "slot")
     return replace(request, policy=spec(policy)), checkpoint, request.max_model_len or longest
 

@@ -394,6 +394,10 @@ class Admission:
         # a head profile is an option of the engine, the same for all policies: it is checked once
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
         self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
+        if guard is not None:
+            budget_guard.levels(
+                self._layouts[policy], budget, ()
+            )  # refuses a policy that no request could be guarded by
 
     def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
         """Check a request, and return the sequence that runs it, with the prompt as token ids.

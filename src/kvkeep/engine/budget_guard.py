@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.budget import Number, largest
+from kvkeep.budget import Number, largest, smallest
 from kvkeep.cache.eviction import head_budgets, kept, scored, shielded
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cache.shared_budget import positions_of, shared_budgets
@@ -60,7 +60,7 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
         return "it keeps prompts, whole or a share of the budget"
     if policy.bursts or policy.grows or policy.cascades:
         return "its cuts are no plain choice of the best tokens of each head"
-    if policy.rates_by_budget:
+    if policy.rated_from is None:
         return "how it rates tokens depends on the budget"
     try:
         # the prompt is longer than every budget, as in the case that matters; the factor itself has no meaning
@@ -107,7 +107,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     """Return the budgets among which a request with a guard chooses, in ascending order: a quarter, half and all of
-    ``budget``. Of the first two, those too small for the protected and pinned tokens are left out.
+    ``budget``. Of the first two, those too small for the protected and pinned tokens are left out, and those under
+    which a layer rates tokens otherwise than under ``budget``.
 
     Raises:
         InputError: the policy's cuts cannot be tried, see `refusal`, or heads have budgets from a profile.
@@ -117,7 +118,8 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
         number = max(1, budget // share)
         with suppress(BudgetError):  # a share that has no room for what is pinned or protected is no level
             layout.check_pins(number, pins)
-            found.append(number)
+            if _comparable(layout, number, budget):
+                found.append(number)
     # two shares of a small budget may be the same number
     found = sorted({*found, budget})
     if layout.profile:  # it divides one budget among heads; what a cut loses is compared for equal ones
@@ -131,6 +133,15 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
             f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."
         )
     return tuple(found)
+
+
+def _comparable(layout: Layout, number: int, budget: int) -> bool:
+    """Return whether each layer rates tokens alike under two budgets. Of a policy under which it never does, return
+    ``True``: `refusal` says so.
+    """
+    least = layout.policy.rated_from or 0
+    pairs = zip(layout.slots(number), layout.slots(budget), strict=True)
+    return all(smaller == larger or smallest(smaller) >= least for smaller, larger in pairs)
 
 
 def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:

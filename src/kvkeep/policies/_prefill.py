@@ -213,7 +213,7 @@ class WorstCase(PrefillOnly):
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0, "size": 0.0}
     projects: ClassVar[bool] = True
-    rates_by_budget: ClassVar[bool] = True  # the first stage of `rate` fills a part of the budget
+    rated_from: ClassVar[int | None] = None  # the first stage of `rate` fills a part of the budget
 
     @property
     def sums(self) -> MassSums | None:  # type: ignore[override]  # depends on an option

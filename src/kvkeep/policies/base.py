@@ -193,7 +193,8 @@ class Abilities:
         asks: whether it looks at a prompt's queries, `View.queries`.
         projects: whether it looks at the projection of the heads' outputs while a prompt is read, `View.output`.
         rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
-        rates_by_budget: whether the state depends on the budget, so that it cannot be compared under several.
+        rated_from: the smallest budget from which on all budgets rate a prompt's tokens alike, so that they can be
+            compared; ``None`` if none do.
         end_rows: set if tokens of a prompt are rated by keys, values and the attention of so many of its last rows, or
             hardly by more: then a prompt whose beginning was read before can be read on from there.
         stochastic: whether scores depend on random numbers that are keyed by the head.
@@ -212,7 +213,7 @@ class Abilities:
     asks: ClassVar[bool] = False
     projects: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
-    rates_by_budget: ClassVar[bool] = False
+    rated_from: ClassVar[int | None] = 0
     end_rows: ClassVar[int | None] = None
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()

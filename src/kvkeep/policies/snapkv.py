@@ -49,3 +49,10 @@ class SnapKV(ObservationWindow):
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """Return how many first and newest tokens are never evicted: 0, and the observation window or `recent`."""
         return 0, between(0, budget // 2, self.recent) if self.recent else self.window
+
+    @property
+    def rated_from(self) -> int:  # type: ignore[override]  # depends on options
+        """Return the smallest budget from which on a prompt's tokens are rated alike: under a smaller one `protected`
+        leaves a part of the observation window out, which is then rated, too.
+        """
+        return 2 * min(self.recent, self.window)
