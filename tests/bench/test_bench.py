@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import weakref
 from importlib import import_module
@@ -88,6 +91,17 @@ def here(monkeypatch):
         return child.measure(system.peer, work)
 
     monkeypatch.setattr(cells, "run", measure)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_bench_runs_nothing_that_asks_for_more():
+    """One script with a required argument would end the loop, and with it all that come after."""
+    made = subprocess.run(["make", "-n", "bench"], cwd=BENCH.parent, capture_output=True, text=True, check=True).stdout
+    names = {*re.findall(r"bench/(\w+)\.py", made)}
+    assert {"decode", "quality", "stream"} < names
+    for name in names:
+        text = (BENCH / f"{name}.py").read_text()
+        assert not re.search(r'required=True|add_argument\(\s*"[a-z]|\.is_available\(\)|find_spec\("ray"', text), name
 
 
 def test_bytes_by_hand():
