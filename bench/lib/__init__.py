@@ -169,7 +169,7 @@ def median_ms(seconds: list[float]) -> float:
 
 def spread(seconds: list[float]) -> str:
     """Median and quartiles in milliseconds."""
-    low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
     return f"{1e3 * middle:.2f} ({1e3 * low:.2f}-{1e3 * high:.2f})"
 
 

@@ -406,7 +406,9 @@ def test_latency_is_summed_up_over_repeats(monkeypatch, capsys):
     def fake(systems, work, repeats):
         """Three runs; the base is twice as slow, and the last system does not run, or fails in its second run."""
         assert {system.options["decode_every"] for system in systems if system.peer == "kvkeep"} == {7}
-        runs = {s.name: [one_run((1 + (s.name == "transformers")) * (10 + n)) for n in range(repeats)] for s in systems}
+        runs = {
+            s.name: [one_run((1 + (s.name == "transformers")) * (10 + 2 * n)) for n in range(repeats)] for s in systems
+        }
         runs["kvkeep full"][1] = runs["generate_batch"][0] = {"skipped": "no room"}
         return runs
 
@@ -414,9 +416,12 @@ def test_latency_is_summed_up_over_repeats(monkeypatch, capsys):
     latency.cell("folder", 8, 2048, options)
     text = " ".join(capsys.readouterr().out.split())
     assert "3 runs in turn: medians and quartiles over runs" in text
-    for number in ("11 (10-12)", "22 (20-24)", "110 (100-120)", "220 (200-240)", "0.50x, 0.50x", "1.00x, 1.00x"):
+    for number in ("12 (11-13)", "24 (22-26)", "120 (110-130)", "240 (220-260)", "0.50x, 0.50x", "1.00x, 1.00x"):
         assert number in text, number
     assert "generate_batch: no room" in text
+    assert "kvkeep full, run 2 of 3: no room" in text
+    assert latency.with_quartiles([1.0, 9.0]) == "5 (3-7)"  # no quartile lies outside of what was measured
+    assert import_module("lib").spread([0.001, 0.009]) == "5.00 (3.00-7.00)"
     assert [latency.digits(number) for number in (0.01234, 1.5, 99.96, 123.4, 12345)] == [
         *("0.0123", "1.5", "100", "123", "12345")
     ]
@@ -474,6 +479,36 @@ def test_reading(monkeypatch, capsys):
     for name in ("transformers by 16", "h2o whole", "full whole", "full by 16"):
         torch.testing.assert_close(logits[name], logits["transformers whole"])
     assert "h2o by 16" in text
+
+
+@pytest.mark.parametrize("name", ["throughput", "prefill_memory", "real"])
+def test_a_later_run_that_fails_leaves_the_others(monkeypatch, capsys, here, name):
+    cells, calls = import_module("lib.cells"), []
+    honest = cells.run
+
+    def second_fails(system, work):
+        calls.append(system.name)
+        return {"skipped": "ended by SIGKILL"} if calls.count(system.name) == 2 else honest(system, work)
+
+    monkeypatch.setattr(cells, "run", second_fails)
+    small = {
+        "throughput": ["--workloads", "20+4", "--kv-mib", "1", "--scale", "0.001"],
+        "prefill_memory": ["--contexts", "40", "--budget", "8", "--chunk", "16"],
+        "real": ["--rows", "1", "--contexts", "20", "--budget", "8", "--new", "4", str(model_folders.folder())],
+    }[name]
+    layers = [] if name == "real" else ["--layers", "1"]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *small, *layers, "--threads", "1", "--repeats", "2"])
+    import_module(name).main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "transformers" in text
+    assert "run 2 of 2: ended by SIGKILL" in text
+
+
+def test_a_dense_cache_for_which_there_is_no_room_says_so():
+    peers, child = import_module("peers"), import_module("peers.__main__")
+    work = {"model": "", "dtype": "float32", "threads": 1, "vocabulary": 9, "prompt_tokens": 1, "new_tokens": 1}
+    found = child.measure("transformers", peers.Work(**work, requests=1, options={"rows": 0}))
+    assert found == {"skipped": "not one row of its cache fits into the memory"}
 
 
 def test_a_peer_that_fails_says_so_in_its_row(monkeypatch):
