@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import kvkeep
 from kvkeep.backends import choose, why
+from kvkeep.evals.arms import split_policies
 from kvkeep.models.packed_weights import PackedLinear
 
 SPEED_MODEL = LlamaConfig(
@@ -112,6 +113,14 @@ def policy(text: str) -> str:
     except kvkeep.KVKeepError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def policies(text: str) -> list[str]:
+    """A list of policies, from the command line; an option with a comma before it continues the policy before."""
+    try:
+        return [str(one) for one in split_policies(text)]
+    except kvkeep.KVKeepError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def speed_config(layers: int, shape: str = "speed") -> PreTrainedConfig:
