@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from importlib import import_module
 from pathlib import Path
@@ -157,6 +158,24 @@ def test_real(monkeypatch, capsys, here):
     assert full == theirs
 
 
+def test_pieces_of_a_text_that_is_too_short_for_all_rows_overlap(monkeypatch):
+    real = import_module("real")
+
+    class Letters:
+        def encode(self, text, add_special_tokens):
+            return list(range(100))
+
+    assert real.pieces(Letters(), 2, 30) == [[*range(30)], [*range(30, 60)]]
+    three = real.pieces(Letters(), 3, 50)
+    assert [(piece[0], len(piece)) for piece in three] == [(0, 50), (25, 50), (50, 50)]
+    # refused before anything is measured, also if only the last cell asks for it
+    monkeypatch.setattr(real, "loaded", lambda model: real.LoadedModel(Letters(), "float32", 9))
+    monkeypatch.setattr(real, "cell", lambda *_: pytest.fail("was measured"))
+    monkeypatch.setattr(sys, "argv", ["real.py", "M", "--rows", "1", "--contexts", "30", "101"])
+    with pytest.raises(SystemExit, match="has 100 tokens, too few for 1 rows of 101"):
+        real.main()
+
+
 def test_decode(monkeypatch, capsys):
     decode = import_module("decode")
     monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
@@ -291,6 +310,15 @@ def test_joined(monkeypatch, capsys):
     text, data = run("joined", monkeypatch, capsys, *words)
     assert "2 x 6 prompt tokens, 2 rows decode" in text
     assert {name: len(times) for name, times in data["ms"].items()} == dict.fromkeys(data["ms"], 2)
+
+
+def test_each_prompt_that_is_joined_is_read():
+    """None of them waits for an equal one."""
+    joined = import_module("joined")
+    options = {"dtype": "float32", "layers": 1, "decoding": 2, "prompts": 3, "budget": 8, "chunk": 300}
+    engine, prompts, _ = joined.engine_of(joined.argparse.Namespace(**options))
+    assert [len(one.prompt) for one in prompts] == [300] * 3
+    engine.close()
 
 
 def test_overhead(monkeypatch, capsys):
@@ -659,6 +687,17 @@ def test_http_beside_the_engine(monkeypatch, capsys):
     assert min(*data["stall"]["ms"]["alone"], *data["stall"]["ms"]["http"]) > 0
 
 
+def test_a_benchmark_of_the_server_that_fails_ends(monkeypatch):
+    monkeypatch.delitem(sys.modules, "server", raising=False)  # the tests of the server
+    server = import_module("server")
+    monkeypatch.setattr(server, "settle", lambda: None)
+    options = {"embedded": True, "dtype": "float32", "policy": "h2o", "budget": 16, "chunk": 8, "streams": [1]}
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), server.both(server.argparse.Namespace(**options)):
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
+
+
 @pytest.mark.slow
 def test_the_simulator_beside_an_engine(monkeypatch, capsys):
     small = ("--rows", "2", "--prompt", "4-9", "--new", "2-4", "--chunk", "8", "--budget", "8")
@@ -683,3 +722,17 @@ def test_later_turns_of_a_conversation(monkeypatch, capsys):
     assert "1 of 1 conversations have equal texts in both ways (float32)" in table
     assert found["runs"]["auto"][0]["cached"][1] > 0.8 * found["runs"]["auto"][0]["prompt"][1]
     assert found["runs"]["fresh"][0]["cached"] == [0, 0]
+
+
+def test_tokens_that_the_peer_has_read_already_are_counted(monkeypatch):
+    conversation, asked = import_module("conversation"), []
+
+    def ask(question):
+        asked.append(len(question["prompt"]))
+        return {"answers": [{"tokens": [5], "times": [0.5]}], "cached": len(asked)}
+
+    peer = conversation.argparse.Namespace(terminate=lambda: None)
+    monkeypatch.setattr(conversation.llama_cpp, "start", lambda model, threads: (peer, ask))
+    options = {"model": str(embedded()), "context": 40, "clients": 1, "turns": 2, "new": 1}
+    (talk,) = conversation.beside(conversation.argparse.Namespace(**options))
+    assert (talk.cached, talk.prompt) == ([2, 3], asked[1:])
