@@ -108,7 +108,7 @@ class LoadedModel(NamedTuple):
 def loaded(path: str) -> LoadedModel:
     """Read a model, and forget its weights."""
     with quiet():
-        model, tokenizer = kvkeep.load(path)
+        model, tokenizer = kvkeep.load(path, device="cpu")
     return LoadedModel(tokenizer, str(model.dtype).removeprefix("torch."), model.config.get_text_config().vocab_size)
 
 
