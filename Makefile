@@ -162,8 +162,16 @@ fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.installed  ## every benchmark for CPUs in its short form, one after the other (docs/benchmarks.md)
-	@set -e; for file in $(filter-out bench/gpu%.py bench/real.py,$(wildcard bench/*.py)) "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
+# these want a GPU, Ray, or a model or a text that the user names
+bench: WANTING = $(wildcard bench/gpu*.py) $(patsubst %,bench/%.py,conversation conversation_recall fidelity heads \
+	long_answers pretrained real split_texts system_message tune workers)
+# these are long unless they are told to be short
+bench: ASKING = $(patsubst %,bench/%.py,bits hard kvzip quality)
+bench: .venv/.installed  ## the benchmarks for CPUs that need no model and no text, in their short form, one after the other
+	@set -e; for file in $(filter-out $(WANTING) $(ASKING),$(wildcard bench/*.py)) "bench/latency.py --history" \
+		"bench/bits.py --look --output bits-results-look" "bench/quality.py --look --output quality-results-look" \
+		"bench/hard.py --questions 8 --output hard-results-look" "bench/kvzip.py --questions 8 --contexts 1024"; \
+		do echo "== $$file"; $(BIN)/python $$file; done
 
 peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed .venv-peer-openvino/.installed .venv-peer-vllm/.installed  ## environments for the peers of the benchmarks
 
@@ -174,11 +182,12 @@ peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed .venv-peer-
 	@touch $@
 
 # node and llama.cpp's binaries for this system alone: all that the package offers are 700 MB
-.venv-peer-llama_cpp/.installed: PLATFORM = $(shell node -p 'process.platform.replace("darwin", "mac") + "-" + process.arch')
+.venv-peer-llama_cpp/.installed: PLATFORM = $(shell node -p 'process.platform.replace("darwin", "mac") + "-" + process.arch' 2>/dev/null)
 .venv-peer-llama_cpp/.installed:
-	npm install --prefix .venv-peer-llama_cpp --silent --ignore-scripts --omit=optional node-llama-cpp@$(LLAMA_CPP)
-	npm install --prefix .venv-peer-llama_cpp --silent --ignore-scripts --omit=optional --no-save @node-llama-cpp/$(PLATFORM)@$(LLAMA_CPP)
-	@touch $@
+	@if ! { command -v node && command -v npm; } >/dev/null; then echo "llama.cpp is left out: there is no node, or no npm."; exit; fi; set -ex; \
+		npm install --prefix .venv-peer-llama_cpp --silent --ignore-scripts --omit=optional node-llama-cpp@$(LLAMA_CPP); \
+		npm install --prefix .venv-peer-llama_cpp --silent --ignore-scripts --omit=optional --no-save @node-llama-cpp/$(PLATFORM)@$(LLAMA_CPP); \
+		touch $@
 
 .venv-peer-openvino/.installed:
 	$(PYTHON) -m venv .venv-peer-openvino

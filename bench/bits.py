@@ -7,7 +7,8 @@ Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 (20 % of 
 (50 %): recall of questions inside the text, in the model's dtype, and perplexity in float32, where a tenth of a
 percent is not lost among roundings. The same command goes on where it stopped; `--collect` runs nothing and shows
 what there is. "The same bytes" are 20 % of the tokens in the model's dtype, 40 % in 8 bits, 50 % with keys in 8 bits
-and values in 4, and 75 % in 4 bits. `--write` replaces the tables between the marks in pages.
+and values in 4, and 75 % in 4 bits; perplexity is measured with as many tokens. `--write` replaces the tables between
+the marks in pages.
 """
 
 from __future__ import annotations
@@ -146,11 +147,13 @@ def tables(output: Path) -> Iterator[Table]:
     losses, recalls = measured(output)
     asked = len(answers(recalls.get(("full", "16", "100%"), [])))
     title = f"recall, inside, {CONTEXT} tokens, {asked} questions: % of the full cache's answers that stay"
-    for name, found, shown in (("perplexity, float32", losses, perplexity), (title, recalls, recall)):
+    # computed in float32, slots of "16 bits" have 32, but the number of tokens is what the bytes hold in bfloat16
+    loss = "perplexity, float32", "tokens that take the same bytes beside bfloat16", losses, perplexity
+    for name, same, found, shown in (loss, (title, "the same bytes", recalls, recall)):
         if body := table(found, shown(found)):
             yield name, ["policy", "bits", *budgets_of(found)], body
         if body := of_split(found, shown(found)):
-            yield f"the same bytes; {name}", ["policy", *(f"{share} at {bits}" for bits, share in SPLIT.items())], body
+            yield f"{same}; {name}", ["policy", *(f"{share} at {bits}" for bits, share in SPLIT.items())], body
 
 
 def in_short(output: Path) -> Iterator[Table]:

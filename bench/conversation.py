@@ -160,11 +160,11 @@ def beside(options: argparse.Namespace) -> list[Talk]:
                 {"role": "user", "content": f"{text}\n\n{question}" if text and not number else question}
             )
             ids = encode_chat(checkpoint, talk.messages)[0].tolist()
-            (answer,) = ask({**new, "prompt": ids, "count": options.new})["answers"]
-            new = {}
+            found = ask({**new, "prompt": ids, "count": options.new})
+            (answer,), new = found["answers"], {}
             talk.first_s.append(answer["times"][0])
             talk.prompt.append(len(ids))
-            talk.cached.append(0)
+            talk.cached.append(found["cached"])
             said = checkpoint.tokenizer.decode(answer["tokens"], skip_special_tokens=True)
             talk.messages.append({"role": "assistant", "content": said})
         talks.append(talk)

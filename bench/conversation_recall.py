@@ -11,22 +11,22 @@ turn, so that their seconds can be compared. A question ends with the beginning 
 
 Recall counts the turns after the first one. Seconds are those until the first token, summed over all turns, over those
 of the first arm. Intervals are 95 % ones of the paired difference to the first arm, by conversations. The file has a
-line for each conversation and arm; a second call goes on after the last one.
+line for each conversation and arm, with all that it depends on; a second call goes on after the last one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 
-from lib import finish, positive, show
+from lib import finish, policy, positive, show
+from lib.rows import named, save, saved
 
 import kvkeep
 from kvkeep import Request, SamplingParams
@@ -108,7 +108,9 @@ def talks(options: argparse.Namespace, done: set[tuple[str, int, int]]) -> Itera
     """Hold all conversations that are not done, text by text."""
     checkpoint = find(options.model)
     model, _ = kvkeep.load(options.model, dtype=options.dtype)
-    about = Options(documents=options.documents, text=options.text.read_text(), facts=options.turns, ask="later")
+    about = Options(
+        documents=options.documents, text=options.text.read_text(encoding="utf-8"), facts=options.turns, ask="later"
+    )
     asked = recall.ask(checkpoint, about, options.context, options.conversations * options.turns, documents=1)
     texts = [list(items) for _, items in groupby(asked, key=lambda item: item.document)]
     longest = max(len(item.ids) for item in asked)
@@ -155,6 +157,20 @@ def lines(found: Sequence[Talk]) -> list[list[str]]:
     return made
 
 
+def arms(text: str) -> list[str]:
+    """Arms from the command line; a policy's options have commas as well, so an arm ends with its way."""
+    found, arm = [], ""
+    for piece in text.split(","):
+        arm = f"{arm},{piece}" if arm else piece.strip()
+        name, _, way = arm.rpartition("/")
+        if way in MODES:
+            found.append(f"{policy(name)}/{way}")
+            arm = ""
+    if arm or not found:
+        raise argparse.ArgumentTypeError(f"{arm!r} has none of the ways {', '.join(MODES)} behind its policy")
+    return found
+
+
 def main() -> None:
     """Hold the conversations, and show the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -165,21 +181,24 @@ def main() -> None:
     parser.add_argument("--turns", type=positive, default=10)
     parser.add_argument("--conversations", type=positive, default=34)
     parser.add_argument("--budgets", type=lambda words: [float(word) for word in words.split(",")], default=[0.5, 0.25])
-    parser.add_argument("--arms", type=lambda words: words.split(","), default=ARMS.split(","))
+    parser.add_argument("--arms", type=arms, default=ARMS)
     parser.add_argument("--layer-budget", help="how budgets are spread over the layers; by default the policy's own")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    if wrong := [arm for arm in options.arms if arm.rpartition("/")[2] not in MODES]:
-        parser.error(f"{wrong[0]} has none of the ways {', '.join(MODES)} behind its policy")
-    found = []
-    if options.output.exists():
-        found = [Talk(**json.loads(line)) for line in options.output.read_text().splitlines()]
-    with options.output.open("a") as file:
-        for held in talks(options, {(held.arm, held.number, held.budget) for held in found}):
-            file.write(json.dumps(asdict(held)) + "\n")
-            file.flush()
-            found.append(held)
+    about = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "documents": options.documents,
+        "of": named(options.text.read_text(encoding="utf-8")),
+        "context": options.context,
+        "turns": options.turns,
+        "layer_budget": options.layer_budget,
+    }
+    found = [Talk(**{one.name: row[one.name] for one in fields(Talk)}) for row in saved(options.output, about)]
+    for held in talks(options, {(held.arm, held.number, held.budget) for held in found}):
+        save(options.output, [{**about, **asdict(held)}])
+        found.append(held)
     title = f"{Path(options.model).name}: {options.turns} turns about {options.context} tokens"
     columns = ["budget", "arm", "right", "to the first arm", "seconds", "not read again", "n"]
     show(title, columns, lines(found), [f"{options.documents}, facts of turn 1, asked for in the turns after it"])

@@ -4,20 +4,21 @@
 
 Each text of `kvkeep eval --documents text-dev --ask later` is read under each policy at one budget. A row has the share
 of its 8 questions that are answered right, the memory's fidelity, and the share of attention mass (all queries of the
-text, layers without a window) that the kept tokens carry. Rows that the file has already are not measured again. In the
-end come Spearman's rank correlations of both numbers with the answers, over all rows but those of the full cache.
+text, layers without a window) that the kept tokens carry. Rows that the file has already of the same model, text and
+options are not measured again. In the end come Spearman's rank correlations of both numbers with the answers, over all
+rows but those of the full cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lib import positive, show
+from lib import policies, positive, show
+from lib.rows import named, save, saved
 
 from kvkeep import parse
 from kvkeep.engine.passages import Passages
@@ -41,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=1000)
     parser.add_argument("--budget", type=float, default=0.2, help="as a share of the text")
     parser.add_argument("--passages", type=positive, help="by default as many as `kvkeep remember` quotes")
-    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--policies", type=policies, default=POLICIES)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=positive, default=1)
     return parser.parse_args()
@@ -75,16 +76,22 @@ def measured(writer: Writer, options: argparse.Namespace) -> list[dict[str, Any]
     asked = Options(text=text, contexts=(options.context,), facts=FACTS, documents="text-dev", ask="later", limit=FACTS)
     n = FACTS * options.texts
     prompts = recall.ask(writer.checkpoint, asked, options.context, n, documents=options.texts)
-    rows = [json.loads(line) for line in options.output.read_text().splitlines()] if options.output.exists() else []
+    about = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "of": named(text),
+        "context": options.context,
+        "share": options.budget,
+        "quoted": options.passages,
+    }
+    rows = saved(options.output, about)
     done = {(row["text"], row["policy"]) for row in rows}
     for number in range(options.texts):
         mine = [prompt for prompt in prompts if prompt.document == number]
-        policies = [name.strip() for name in options.policies.split(",")]
-        left = [name for name in ["full", *policies] if (number, name) not in done]
+        left = [name for name in dict.fromkeys(["full", *options.policies]) if (number, name) not in done]
         for row in of_text(writer, mine, left, options) if left else ():
-            rows.append({"text": number, **row})
-            with options.output.open("a") as file:
-                file.write(f"{json.dumps(rows[-1])}\n")
+            rows.append({**about, "text": number, **row})
+            save(options.output, rows[-1:])
             print(rows[-1], flush=True)
     return rows
 

@@ -31,6 +31,7 @@ from lib import gpu_layer as layer
 from lib import gpu_model as model
 
 from kvkeep.backends.triton import launch
+from kvkeep.result_files import write_whole
 
 PARTS = {
     "k": (check, check.check),
@@ -154,7 +155,7 @@ def main() -> int:
 
     def save() -> None:
         if options.out is not None:
-            options.out.write_text(json.dumps(data()))
+            write_whole(options.out, json.dumps(data()).encode())
 
     measure(bench, wanted, parts, save)
     rows = [

@@ -29,6 +29,7 @@ from kvkeep.attention_stats import Mass
 from kvkeep.backends import AttentionInputs, choose
 from kvkeep.backends.triton import launch, prefill_ops
 from kvkeep.kv.slot_codec import CodedSlots
+from kvkeep.result_files import write_whole
 from kvkeep.types import AttentionOptions, Slots
 
 DIM = 128
@@ -207,7 +208,7 @@ def main() -> int:
         show(f"{kind}: {len(table)} sizes, the fastest at most rows first", columns, table[: options.top])
     data = {"bench": "gpu_tune", "found": found, "notes": bench.notes}
     if options.out:
-        options.out.write_text(json.dumps(data))
+        write_whole(options.out, json.dumps(data).encode())
     finish({"bench": "gpu_tune", "notes": bench.notes[:20]})
     return 0
 

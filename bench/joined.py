@@ -34,8 +34,10 @@ def engine_of(options: argparse.Namespace) -> tuple[Engine, list[Sequence], list
     prepare_for_rows(model, rows)
     engine = Engine(model, policy="h2o", budget=options.budget, rows=rows, prefill_chunk=options.chunk)
 
+    draw = random.Random(0)
+
     def ask(tokens: int) -> None:
-        prompt = random.Random(tokens).choices(range(model.config.vocab_size), k=tokens)
+        prompt = draw.choices(range(model.config.vocab_size), k=tokens)  # equal ones would be read once
         engine.add(Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=10**5), ignore_end=True))
 
     for _ in range(options.decoding):

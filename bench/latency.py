@@ -81,7 +81,7 @@ def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> di
         "new_tokens": options.new,
     }
     found = alternating(asked(systems(rows, context, options), options), work, options.repeats)
-    times = {name: [of_requests(run) for run in runs if "skipped" not in run] for name, runs in ran(found).items()}
+    times = {name: [*map(of_requests, runs)] for name, runs in ran(found).items()}
     lines = [[name, *line(runs), beside_base(times, name)] for name, runs in times.items()]
     repeats = "1 run" if options.repeats == 1 else f"{options.repeats} runs in turn: medians and quartiles over runs"
     title = f"{counted(rows)} x {context} tokens + {options.new} new, {options.dtype}; {repeats}"
@@ -107,7 +107,7 @@ def with_quartiles(repeats: Sequence[float]) -> str:
     """The median over repeats; the quartiles if there are several."""
     if len(repeats) == 1:
         return digits(repeats[0])
-    low, middle, high = map(digits, statistics.quantiles(repeats, n=4))
+    low, middle, high = map(digits, statistics.quantiles(repeats, n=4, method="inclusive"))
     return f"{middle} ({low}-{high})"
 
 

@@ -21,13 +21,12 @@ model's dtype.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from lib import report
+from lib.rows import named, save, saved
 
 import kvkeep
 from kvkeep.errors import BudgetError
@@ -67,26 +66,6 @@ def arms(options: argparse.Namespace, prompt: int) -> dict[str, list[int]]:
     return found
 
 
-def saved(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of a file that are about the same run. A line that was torn by a kill is passed over."""
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.items() >= about.items():
-            found.append(row)
-    return found
-
-
-def save(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Add lines to a file, behind a line that was torn by a kill."""
-    torn = file.exists() and not file.read_bytes().endswith(b"\n")
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(("\n" if torn else "") + "".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 def run(options: argparse.Namespace, writer: Writer, prompt: int) -> list[dict[str, Any]]:
     """Run the policies under the budgets that have no line, and return the lines of all that were asked for."""
     file = options.output / "rows.jsonl"
@@ -96,7 +75,7 @@ def run(options: argparse.Namespace, writer: Writer, prompt: int) -> list[dict[s
         "model": options.model,
         "weights": fingerprint(writer),
         "dtype": writer.dtype,
-        "text": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "text": named(text),
         "prompt": prompt,
         "new": options.new,
         "limit": options.limit,
@@ -137,7 +116,7 @@ def table(done: list[dict[str, Any]], prompt: int) -> list[list[str]]:
     measured = [row for row in done if row["score"] is not None]
     return [
         [
-            *(str(prompt), str(row["budget"]), *named(row["policy"])),
+            *(str(prompt), str(row["budget"]), *described(row["policy"])),
             *(f"{row['score'][name]:.{digits}f}" for name, digits in (("kl", 4), ("agreement", 3))),
             f"{row['score']['first_difference']:.0f}",
         ]
@@ -145,7 +124,7 @@ def table(done: list[dict[str, Any]], prompt: int) -> list[list[str]]:
     ]
 
 
-def named(policy: str) -> tuple[str, str]:
+def described(policy: str) -> tuple[str, str]:
     """Return a policy's label without what it keeps of the prompt, and how much it keeps."""
     found = kvkeep.parse(policy)
     share = found.keep_prompt

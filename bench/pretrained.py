@@ -36,15 +36,14 @@ TOKENS = 1000
 
 
 def policies(model: str, *, every: bool) -> list[str]:
-    """Return the policies to run on a model: those of the tables, and with ``every`` all others that evict."""
-    if not every:
-        return list(MAIN)
-    others = [name for name, made in available().items() if made.evicts and name not in MAIN]
-    found, config = [*MAIN, CONVERSATION], find(model).config
-    for name in others:
+    """Return the policies to run on a model, of those of the tables, and with ``every`` of all others that evict."""
+    others = [CONVERSATION, *(name for name, made in available().items() if made.evicts and name not in MAIN)]
+    found, config = [], find(model).config
+    smallest = TOKENS * int(BUDGETS[every].partition("%")[0]) // 100
+    for name in [*MAIN, *(others if every else ())]:
         try:
             policy = kvkeep.parse(name)
-            Layout.of(config, policy).spread(TOKENS // 20)
+            Layout.of(config, policy).spread(smallest)
         except KVKeepError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
         else:

@@ -5,11 +5,11 @@
     python bench/real.py ~/.cache/kvkeep-real-models/smollm2.gguf      # beside llama.cpp and OpenVINO GenAI, too
     python bench/real.py MODEL --rows 1 8 32 --contexts 500 2000 8000 --repeats 5
 
-The prompts are pieces of kvkeep's own documentation, so that tokens are those of a text. Every system loads the same
-folder in the dtype of its weights, or the same GGUF file, is given no option that a user would not know, and runs in a
-process of its own; systems run in turn. All rows' prompts come at the same moment, so a row's time per token contains
-the reading of prompts that came later in the queue; a run ends with the last token of the last row. Peak is the memory
-of a process in a run, the model included. `make peers` installs the other systems.
+The prompts are pieces of kvkeep's own documentation, so that tokens are those of a text; many long ones overlap. Every
+system loads the same folder in the dtype of its weights, or the same GGUF file, is given no option that a user would
+not know, and runs in a process of its own; systems run in turn. All rows' prompts come at the same moment, so a row's
+time per token contains the reading of prompts that came later in the queue; a run ends with the last token of the last
+row. Peak is the memory of a process in a run, the model included. `make peers` installs the other systems.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvkeep.models.load import quiet
 from kvkeep.policies import DEFAULT
 
 BASE = "transformers"
-COLUMNS = ["system", "first token s", "ms per token", "run s", f"token, run vs {BASE}", "peak MB"]
+COLUMNS = ["system", "first token s", "ms per token", "run s", f"token, run vs {BASE}", "peak MiB"]
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -50,12 +50,13 @@ def systems(rows: int, context: int, options: argparse.Namespace) -> list[System
 
 
 def pieces(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:
-    """Tokens of a text, a piece of it for each row."""
+    """Tokens of a text, a piece of it for each row. Pieces overlap where the text is too short for them."""
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) < rows * context:
+    apart = min(context, (len(ids) - context) // max(1, rows - 1))
+    if apart < 1:
         raise SystemExit(f"The documentation has {len(ids)} tokens, too few for {rows} rows of {context}.")
-    return [ids[row * context : (row + 1) * context] for row in range(rows)]
+    return [ids[row * apart : row * apart + context] for row in range(rows)]
 
 
 def cell(model: str, loaded: LoadedModel, rows: int, context: int, options: argparse.Namespace) -> dict:
@@ -107,7 +108,7 @@ class LoadedModel(NamedTuple):
 def loaded(path: str) -> LoadedModel:
     """Read a model, and forget its weights."""
     with quiet():
-        model, tokenizer = kvkeep.load(path)
+        model, tokenizer = kvkeep.load(path, device="cpu")
     return LoadedModel(tokenizer, str(model.dtype).removeprefix("torch."), model.config.get_text_config().vocab_size)
 
 
@@ -124,10 +125,12 @@ def main() -> None:
     if options.new < 2:
         parser.error("time per token needs at least two new tokens: --new is 2 or more")
     print(f"threads: {options.threads}, kvkeep's kernel: {kernel()}")
+    models = {model: loaded(model) for model in options.models}
+    for found in models.values():
+        pieces(found.tokenizer, max(options.rows), max(options.contexts))  # refused now, not in the last cell
     cells = [
         cell(model, found, rows, context, options)
-        for model in options.models
-        for found in [loaded(model)]
+        for model, found in models.items()
         for rows in options.rows
         for context in options.contexts
     ]

@@ -140,11 +140,13 @@ def both(options: argparse.Namespace) -> Iterator[Both]:
         with listen(place) as sock:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
             thread.start()
-            ready.wait()
-            settle()
-            yield Both(engine, sock.getsockname()[1])
-            server.should_exit = True
-            thread.join()
+            try:
+                ready.wait()
+                settle()
+                yield Both(engine, sock.getsockname()[1])
+            finally:  # the thread would keep the process alive
+                server.should_exit = True
+                thread.join()
 
 
 def prompts(pair: Both, count: int, tokens: int, new: int) -> list[Asked]:

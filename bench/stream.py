@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import pickle
 import resource
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import torch
 from lib import report
+from lib.rows import save, saved
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
@@ -88,8 +88,7 @@ class Stream:
     def go(self) -> None:
         while self.done < self.run.tokens:
             row = self._window()
-            with (self.output / "stream.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            save(self.output / "stream.jsonl", [row])
             if (self.done // WINDOW) % SAVE_EVERY == 0 or self.done >= self.run.tokens:
                 self._save()
             print(
@@ -153,8 +152,7 @@ class Stream:
 def rows_of(output: Path) -> list[dict]:
     """The last row for each run and place: an interrupted window is measured again."""
     rows = {}
-    for line in (output / "stream.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in saved(output / "stream.jsonl", {}):
         rows[row["run"], row["tokens"]] = row
     return sorted(rows.values(), key=lambda row: (row["run"], row["tokens"]))
 

@@ -6,19 +6,20 @@ Each conversation begins with a system message that states facts about persons. 
 text in each turn and asks what happens there, and the model answers in a few words. In the end the facts are asked for,
 each in a copy of the conversation. A model without a chat template reads the same as plain text. As in `kvkeep chat`,
 the memory is cut after each turn. The full cache comes first: it says whether the model can tell at all. Rows that the
-file has already are not measured again.
+file has already of the same model, text and turns are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from conversation_recall import difference, next_turn
 from lib import finish, positive, show
+from lib.rows import named, save, saved
 
 import kvkeep
 from kvkeep import SamplingParams
@@ -92,32 +93,38 @@ def main() -> None:
     parser.add_argument("--budgets", type=lambda words: [int(word) for word in words.split(",")], default=[256, 512])
     parser.add_argument("--policy", default=str(kvkeep.policies.CONVERSATION))
     options = parser.parse_args()
-    checkpoint, text = find(options.model), sentences(options.text.read_text(encoding="utf-8"))
+    whole = options.text.read_text(encoding="utf-8")
+    text, needed = sentences(whole), options.conversations * options.turns * SENTENCES
+    if len(text) < needed:
+        parser.error(
+            f"{options.text} has {len(text)} sentences, and {options.conversations} conversations of {options.turns} "
+            f"turns need {needed}: give a longer text, or fewer of them"
+        )
+    checkpoint = find(options.model)
     model, _ = kvkeep.load(options.model)
     arms = [("full", 0, False), *((options.policy, b, pin) for b in options.budgets for pin in (True, False))]
     rows: dict[tuple[str, int, bool, int], list[bool]] = {}
-    if options.output.exists():
-        for line in options.output.read_text().splitlines():
-            row = json.loads(line)
-            rows[row["policy"], row["budget"], row["pinned"], row["number"]] = row["right"]
+    about = {"model": options.model, "turns": options.turns, "of": named(whole)}
+    for row in saved(options.output, about):
+        rows[row["policy"], row["budget"], row["pinned"], row["number"]] = row["right"]
     engines = {
         arm: kvkeep.Engine(model, checkpoint.tokenizer, policy=arm[0], budget=arm[1] or 6000, rows=1) for arm in arms
     }
-    with options.output.open("a") as file:
-        for number in range(options.conversations):
-            for arm in arms:
-                if (*arm, number) in rows:
-                    continue
-                right = rights(engines[arm], checkpoint, number, arm[2], text, options.turns)
-                rows[*arm, number] = right
-                line = {"policy": arm[0], "budget": arm[1], "pinned": arm[2], "number": number, "right": right}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-    base = [value for n in range(options.conversations) for value in rows[*arms[0], n]]
+    for number in range(options.conversations):
+        for arm in arms:
+            if (*arm, number) in rows:
+                continue
+            right = rights(engines[arm], checkpoint, number, arm[2], text, options.turns)
+            rows[*arm, number] = right
+            line = {"policy": arm[0], "budget": arm[1], "pinned": arm[2], "number": number, "right": right}
+            save(options.output, [{**about, **line}])
+    base = [mean(rows[*arms[0], n]) for n in range(options.conversations)]
     lines = []
     for arm in arms:
         mine = [value for n in range(options.conversations) for value in rows[*arm, n]]
-        apart = "" if arm == arms[0] else difference(mine, base)
+        # facts of one memory are not independent, conversations are
+        means = [mean(rows[*arm, n]) for n in range(options.conversations)]
+        apart = "" if arm == arms[0] else difference(means, base)
         pinned = "" if arm == arms[0] else "pinned" if arm[2] else "free"
         lines.append([arm[0], str(arm[1] or ""), pinned, f"{sum(mine)} of {len(mine)}", apart])
     title = f"{Path(options.model).name}: facts of the system message after {options.turns} turns"

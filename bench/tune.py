@@ -77,7 +77,7 @@ def main() -> None:
             result = tune(plan.measure, plan.ladders, writer, records, target=options.target, limits=wanted.sizes)
             seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
             study = CachedMeasure(plan.measure, writer, records, lambda progress: None)
-            test = Confirmation(study, result.sizes.confirm, options.target)
+            test = Confirmation(study, result.sizes.confirm, options.target, promises=result.promises)
             show(result, exhaustive(plan, test), test, seconds)
 
 

@@ -41,10 +41,11 @@ def forget(data: CallModelData[None]) -> ModelInputData:
     return ModelInputData([task, *rest[-KEPT:]], data.model_data.instructions)
 
 
-def bytes_held(url: str) -> list[int]:
-    """Return the server's bytes of a row, of kept conversations, and of its process."""
+def bytes_held(url: str) -> list[float]:
+    """Return the server's bytes of a row, of kept conversations, and of its process, which only Linux tells."""
     text = httpx.get(f"{url}/metrics").text
-    return [int(float(re.search(rf"^{name}\S* (\S+)$", text, re.MULTILINE)[1])) for name in METRICS]
+    found = [re.search(rf"^{name}\S* (\S+)$", text, re.MULTILINE) for name in METRICS]
+    return [float(one[1]) if one else float("nan") for one in found]
 
 
 def reader(client: AsyncOpenAI, model: str, calls: int) -> Agent[None]:
@@ -84,7 +85,7 @@ async def run(url: str, calls: int) -> None:
                 show(event.data.response.usage, first, bytes_held(url))
 
 
-def show(usage: ResponseUsage, first: float, held: list[int]) -> None:
+def show(usage: ResponseUsage, first: float, held: list[float]) -> None:
     """Print the line of a call."""
     prompt, cached = usage.input_tokens, usage.input_tokens_details.cached_tokens
     row, kept, process = (size / 1e6 for size in held)

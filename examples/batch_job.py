@@ -4,6 +4,7 @@ python examples/batch_job.py [MODEL] [ANSWERS]      (by default the embedded mod
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,10 @@ MEMORY_BYTES = 4 * 2**20
 
 def answered(path: Path) -> set[str]:
     """Return the prompts that an earlier run has answered. A line that was cut in the middle is removed."""
-    text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))  # the answers before it are not touched
         print("An answer was cut, and is made again.")
     return {json.loads(line)["id"] for line in whole.splitlines()}
 
@@ -36,7 +37,11 @@ def main(name: str | None = None, target: str = "answers.jsonl") -> None:
     print(f"{len(done)} prompts are answered, {len(left)} are left.")
     model, tokenizer = kvkeep.load(name)
     sampling = kvkeep.SamplingParams(max_new_tokens=20)
-    with kvkeep.Engine(model, tokenizer, budget=64, kv_memory=MEMORY_BYTES) as engine, path.open("a") as file:
+    line = None
+    with (
+        kvkeep.Engine(model, tokenizer, budget=64, kv_memory=MEMORY_BYTES) as engine,
+        path.open("a", encoding="utf-8") as file,
+    ):
         print(f"{engine.rows} rows of {engine.row_bytes:,} bytes run at once.")
 
         def requests() -> Iterator[kvkeep.Request]:  # taken as rows become free, so the list may be of any length
@@ -44,6 +49,9 @@ def main(name: str | None = None, target: str = "answers.jsonl") -> None:
                 yield kvkeep.Request(prompt=PROMPTS[key], sampling=sampling)
 
         for place, result in engine.run(requests()):
+            if result.error:  # not written, so the next run tries it again
+                print(f"{left[place]} has no answer: {result.error}")
+                continue
             line = {"id": left[place], "text": result.text, "finish_reason": result.finish_reason}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()

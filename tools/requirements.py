@@ -21,16 +21,22 @@ def of_extras(names: list[str]) -> list[str]:
     extras = project()["optional-dependencies"]
     if unknown := set(names) - set(extras):
         sys.exit(f"pyproject.toml has no extra {', '.join(sorted(unknown))}. There are {', '.join(extras)}.")
-    return [one for name in names for one in extras[name]]
+    return [one for name in names for part in extras[name] for one in _unfolded(part)]
+
+
+def _unfolded(requirement: str) -> list[str]:
+    """A requirement, or those of the library's own extras where it names them."""
+    own = re.fullmatch(r"kvkeep\[([\w,-]+)\]", requirement)
+    return of_extras(own[1].split(",")) if own else [requirement]
 
 
 def lowest(names: list[str]) -> list[str]:
     """Every requirement of the library and of extras, pinned to the oldest version that it allows."""
     found = {}
     for one in [*project()["dependencies"], *of_extras(names)]:
-        name, bound = re.match(r"([\w-]+)>=([\w.]+)", one).groups()
+        name, parts, bound = re.match(r"([\w-]+)(\[[\w,-]+\])?>=([\w.]+)", one).groups(default="")
         if name not in UNNEEDED:
-            found.setdefault(name, f"{name}=={bound}")
+            found.setdefault(name, f"{name}{parts}=={bound}")
     return list(found.values())
 
 

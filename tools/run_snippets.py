@@ -198,16 +198,21 @@ class PageRun:
         self.write(f"$ {changed}")
         start = time.perf_counter()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "input": TYPED}
-        done = subprocess.run(
-            ["bash", "-c", changed],
-            cwd=self.folder,
-            env=dict(self.environment),
-            timeout=TIMEOUT_S,
-            check=False,
-            **pipes,
-        )
-        self.write(_indented(done.stdout.rstrip("\n")))
-        self._end(changed, done.returncode == 0 and "Traceback" not in done.stdout, time.perf_counter() - start)
+        try:
+            done = subprocess.run(
+                ["bash", "-c", changed],
+                cwd=self.folder,
+                env=dict(self.environment),
+                timeout=TIMEOUT_S,
+                check=False,
+                **pipes,
+            )
+        except subprocess.TimeoutExpired as late:
+            said, well = (late.stdout or b"").decode(errors="replace"), False
+        else:
+            said, well = done.stdout, done.returncode == 0 and "Traceback" not in done.stdout
+        self.write(_indented(said.rstrip("\n")))
+        self._end(changed, well, time.perf_counter() - start)
 
     def _serve(self, line: str, held: ExitStack) -> None:
         """Start a server that runs until the page ends, and wait until it answers."""

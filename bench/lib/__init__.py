@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import kvkeep
 from kvkeep.backends import choose, why
+from kvkeep.evals.arms import split_policies
 from kvkeep.models.packed_weights import PackedLinear
 
 SPEED_MODEL = LlamaConfig(
@@ -114,6 +115,14 @@ def policy(text: str) -> str:
     return text
 
 
+def policies(text: str) -> list[str]:
+    """A list of policies, from the command line; an option with a comma before it continues the policy before."""
+    try:
+        return [str(one) for one in split_policies(text)]
+    except kvkeep.KVKeepError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def speed_config(layers: int, shape: str = "speed") -> PreTrainedConfig:
     """The model for speed, or one of another shape, with another number of layers."""
     config = copy.deepcopy(config_of(shape))
@@ -169,7 +178,7 @@ def median_ms(seconds: list[float]) -> float:
 
 def spread(seconds: list[float]) -> str:
     """Median and quartiles in milliseconds."""
-    low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
     return f"{1e3 * middle:.2f} ({1e3 * low:.2f}-{1e3 * high:.2f})"
 
 

@@ -106,11 +106,16 @@ def middle(runs: list[dict], name: str) -> float:
 
 
 def skipped(found: Mapping[str, list[dict]]) -> list[str]:
-    """A note for every system that did not run: its name, and why."""
-    reasons = {name: runs[0].get("skipped") for name, runs in found.items()}
-    return [f"{name}: {' '.join(text.split())}" for name, text in reasons.items() if text is not None]
+    """A note for every run that was not done: its system's name, and why."""
+    return [
+        f"{name}{f', run {number} of {len(runs)}' if number > 1 else ''}: {' '.join(run['skipped'].split())}"
+        for name, runs in found.items()
+        for number, run in enumerate(runs, 1)
+        if "skipped" in run
+    ]
 
 
 def ran(found: Mapping[str, list[dict]]) -> dict[str, list[dict]]:
-    """The systems that did run."""
-    return {name: runs for name, runs in found.items() if "skipped" not in runs[0]}
+    """The systems that did run, with the runs that were done."""
+    done = {name: [run for run in runs if "skipped" not in run] for name, runs in found.items()}
+    return {name: runs for name, runs in done.items() if runs}

@@ -34,7 +34,7 @@ class Sizes:
         config: the model of the parts that run one.
         heads: query heads, KV heads and head dim of the parts that run one layer.
         dtype: of weights, keys and values.
-        buffer_bytes: what is copied to learn the memory's speed; blocks of one layer together are no smaller.
+        buffer_bytes: what is copied to learn the memory's speed; the blocks that calls go round have a quarter or less.
         rows: of the decode kernel.
         slots: of the decode kernel.
         layer: rows and slots of the comparison of policies.

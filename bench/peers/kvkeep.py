@@ -23,7 +23,7 @@ from peers import Outcome, Prompt, Run, Unavailable, Work
 def load(work: Work) -> Run:
     torch.set_num_threads(work.threads)
     if work.model.endswith(".gguf"):
-        model, _ = kvkeep.load(work.model)
+        model, _ = kvkeep.load(work.model, device="cpu")  # as the other systems
     else:  # models for speed have no tokenizer, without which kvkeep loads none
         model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
     prepare_for_rows(model, work.requests)

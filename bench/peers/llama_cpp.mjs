@@ -27,7 +27,8 @@ async function answer(sequence, prompt, count, start) {
 async function turn(kept, { prompt, count }) {
     const start = performance.now();
     await kept.adaptStateToTokens(prompt, false);
-    return { answers: [await answer(kept, prompt.slice(kept.nextTokenIndex), count, start)] };
+    const cached = kept.nextTokenIndex;
+    return { answers: [await answer(kept, prompt.slice(cached), count, start)], cached };
 }
 
 let kept = null;

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from peers import Outcome, Prompt, Run, Work, in_batches
+from peers import Outcome, Prompt, Run, Unavailable, Work, in_batches
 
 
 class Clock(StoppingCriteria):
@@ -34,12 +34,14 @@ class Clock(StoppingCriteria):
 
 
 def load(work: Work) -> Run:
+    rows, chunk = work.options["rows"], work.options.get("chunk")
+    if rows < 1:
+        raise Unavailable("not one row of its cache fits into the memory")
     torch.set_num_threads(work.threads)
     place = Path(work.model)
     source = {"gguf_file": place.name} if place.suffix == ".gguf" else {}
     folder = place.parent if source else place
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, work.dtype), **source).eval()
-    rows, chunk = work.options["rows"], work.options.get("chunk")
     chunked = {} if chunk is None else {"prefill_chunk_size": chunk}
 
     def one(prompts: list[Prompt], new_tokens: int) -> Outcome:

@@ -1,5 +1,8 @@
 """transformers: ``generate_batch``, continuous batching over a paged cache.
 
+It takes its cache within the call, so that is part of the time; kvkeep's engine, and OpenVINO's and vLLM's, have theirs
+before the first prompt comes.
+
 Options: ``kv_bytes`` (memory for all pages), ``token_bytes`` (keys and values of one token in all layers).
 """
 

@@ -2,7 +2,11 @@
 
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
+import threading
 import weakref
 from importlib import import_module
 from pathlib import Path
@@ -90,6 +94,17 @@ def here(monkeypatch):
     monkeypatch.setattr(cells, "run", measure)
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_bench_runs_nothing_that_asks_for_more():
+    """One script with a required argument would end the loop, and with it all that come after."""
+    made = subprocess.run(["make", "-n", "bench"], cwd=BENCH.parent, capture_output=True, text=True, check=True).stdout
+    names = {*re.findall(r"bench/(\w+)\.py", made)}
+    assert {"decode", "quality", "stream"} < names
+    for name in names:
+        text = (BENCH / f"{name}.py").read_text()
+        assert not re.search(r'required=True|add_argument\(\s*"[a-z]|\.is_available\(\)|find_spec\("ray"', text), name
+
+
 def test_bytes_by_hand():
     lib, sizes = import_module("lib"), import_module("lib.sizes")
     model = lib.speed_model(torch.bfloat16, 1)
@@ -141,6 +156,24 @@ def test_real(monkeypatch, capsys, here):
     assert "skipped" in cell["systems"]["OpenVINO GenAI"][0]
     full, theirs = (cell["systems"][name][0]["sample"] for name in ("kvkeep full", "transformers"))
     assert full == theirs
+
+
+def test_pieces_of_a_text_that_is_too_short_for_all_rows_overlap(monkeypatch):
+    real = import_module("real")
+
+    class Letters:
+        def encode(self, text, add_special_tokens):
+            return list(range(100))
+
+    assert real.pieces(Letters(), 2, 30) == [[*range(30)], [*range(30, 60)]]
+    three = real.pieces(Letters(), 3, 50)
+    assert [(piece[0], len(piece)) for piece in three] == [(0, 50), (25, 50), (50, 50)]
+    # refused before anything is measured, also if only the last cell asks for it
+    monkeypatch.setattr(real, "loaded", lambda model: real.LoadedModel(Letters(), "float32", 9))
+    monkeypatch.setattr(real, "cell", lambda *_: pytest.fail("was measured"))
+    monkeypatch.setattr(sys, "argv", ["real.py", "M", "--rows", "1", "--contexts", "30", "101"])
+    with pytest.raises(SystemExit, match="has 100 tokens, too few for 1 rows of 101"):
+        real.main()
 
 
 def test_decode(monkeypatch, capsys):
@@ -279,6 +312,15 @@ def test_joined(monkeypatch, capsys):
     assert {name: len(times) for name, times in data["ms"].items()} == dict.fromkeys(data["ms"], 2)
 
 
+def test_each_prompt_that_is_joined_is_read():
+    """None of them waits for an equal one."""
+    joined = import_module("joined")
+    options = {"dtype": "float32", "layers": 1, "decoding": 2, "prompts": 3, "budget": 8, "chunk": 300}
+    engine, prompts, _ = joined.engine_of(joined.argparse.Namespace(**options))
+    assert [len(one.prompt) for one in prompts] == [300] * 3
+    engine.close()
+
+
 def test_overhead(monkeypatch, capsys):
     text, data = run("overhead", monkeypatch, capsys, "--rows", "2", "--budget", "40", "--repeats", "2")
     assert data["policies"]["local"]["step_ratio"] == data["policies"]["local"]["layer_ratio"] == 1.0
@@ -392,7 +434,9 @@ def test_latency_is_summed_up_over_repeats(monkeypatch, capsys):
     def fake(systems, work, repeats):
         """Three runs; the base is twice as slow, and the last system does not run, or fails in its second run."""
         assert {system.options["decode_every"] for system in systems if system.peer == "kvkeep"} == {7}
-        runs = {s.name: [one_run((1 + (s.name == "transformers")) * (10 + n)) for n in range(repeats)] for s in systems}
+        runs = {
+            s.name: [one_run((1 + (s.name == "transformers")) * (10 + 2 * n)) for n in range(repeats)] for s in systems
+        }
         runs["kvkeep full"][1] = runs["generate_batch"][0] = {"skipped": "no room"}
         return runs
 
@@ -400,9 +444,12 @@ def test_latency_is_summed_up_over_repeats(monkeypatch, capsys):
     latency.cell("folder", 8, 2048, options)
     text = " ".join(capsys.readouterr().out.split())
     assert "3 runs in turn: medians and quartiles over runs" in text
-    for number in ("11 (10-12)", "22 (20-24)", "110 (100-120)", "220 (200-240)", "0.50x, 0.50x", "1.00x, 1.00x"):
+    for number in ("12 (11-13)", "24 (22-26)", "120 (110-130)", "240 (220-260)", "0.50x, 0.50x", "1.00x, 1.00x"):
         assert number in text, number
     assert "generate_batch: no room" in text
+    assert "kvkeep full, run 2 of 3: no room" in text
+    assert latency.with_quartiles([1.0, 9.0]) == "5 (3-7)"  # no quartile lies outside of what was measured
+    assert import_module("lib").spread([0.001, 0.009]) == "5.00 (3.00-7.00)"
     assert [latency.digits(number) for number in (0.01234, 1.5, 99.96, 123.4, 12345)] == [
         *("0.0123", "1.5", "100", "123", "12345")
     ]
@@ -460,6 +507,36 @@ def test_reading(monkeypatch, capsys):
     for name in ("transformers by 16", "h2o whole", "full whole", "full by 16"):
         torch.testing.assert_close(logits[name], logits["transformers whole"])
     assert "h2o by 16" in text
+
+
+@pytest.mark.parametrize("name", ["throughput", "prefill_memory", "real"])
+def test_a_later_run_that_fails_leaves_the_others(monkeypatch, capsys, here, name):
+    cells, calls = import_module("lib.cells"), []
+    honest = cells.run
+
+    def second_fails(system, work):
+        calls.append(system.name)
+        return {"skipped": "ended by SIGKILL"} if calls.count(system.name) == 2 else honest(system, work)
+
+    monkeypatch.setattr(cells, "run", second_fails)
+    small = {
+        "throughput": ["--workloads", "20+4", "--kv-mib", "1", "--scale", "0.001"],
+        "prefill_memory": ["--contexts", "40", "--budget", "8", "--chunk", "16"],
+        "real": ["--rows", "1", "--contexts", "20", "--budget", "8", "--new", "4", str(model_folders.folder())],
+    }[name]
+    layers = [] if name == "real" else ["--layers", "1"]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *small, *layers, "--threads", "1", "--repeats", "2"])
+    import_module(name).main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "transformers" in text
+    assert "run 2 of 2: ended by SIGKILL" in text
+
+
+def test_a_dense_cache_for_which_there_is_no_room_says_so():
+    peers, child = import_module("peers"), import_module("peers.__main__")
+    work = {"model": "", "dtype": "float32", "threads": 1, "vocabulary": 9, "prompt_tokens": 1, "new_tokens": 1}
+    found = child.measure("transformers", peers.Work(**work, requests=1, options={"rows": 0}))
+    assert found == {"skipped": "not one row of its cache fits into the memory"}
 
 
 def test_a_peer_that_fails_says_so_in_its_row(monkeypatch):
@@ -610,6 +687,17 @@ def test_http_beside_the_engine(monkeypatch, capsys):
     assert min(*data["stall"]["ms"]["alone"], *data["stall"]["ms"]["http"]) > 0
 
 
+def test_a_benchmark_of_the_server_that_fails_ends(monkeypatch):
+    monkeypatch.delitem(sys.modules, "server", raising=False)  # the tests of the server
+    server = import_module("server")
+    monkeypatch.setattr(server, "settle", lambda: None)
+    options = {"embedded": True, "dtype": "float32", "policy": "h2o", "budget": 16, "chunk": 8, "streams": [1]}
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), server.both(server.argparse.Namespace(**options)):
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
+
+
 @pytest.mark.slow
 def test_the_simulator_beside_an_engine(monkeypatch, capsys):
     small = ("--rows", "2", "--prompt", "4-9", "--new", "2-4", "--chunk", "8", "--budget", "8")
@@ -634,3 +722,17 @@ def test_later_turns_of_a_conversation(monkeypatch, capsys):
     assert "1 of 1 conversations have equal texts in both ways (float32)" in table
     assert found["runs"]["auto"][0]["cached"][1] > 0.8 * found["runs"]["auto"][0]["prompt"][1]
     assert found["runs"]["fresh"][0]["cached"] == [0, 0]
+
+
+def test_tokens_that_the_peer_has_read_already_are_counted(monkeypatch):
+    conversation, asked = import_module("conversation"), []
+
+    def ask(question):
+        asked.append(len(question["prompt"]))
+        return {"answers": [{"tokens": [5], "times": [0.5]}], "cached": len(asked)}
+
+    peer = conversation.argparse.Namespace(terminate=lambda: None)
+    monkeypatch.setattr(conversation.llama_cpp, "start", lambda model, threads: (peer, ask))
+    options = {"model": str(embedded()), "context": 40, "clients": 1, "turns": 2, "new": 1}
+    (talk,) = conversation.beside(conversation.argparse.Namespace(**options))
+    assert (talk.cached, talk.prompt) == ([2, 3], asked[1:])

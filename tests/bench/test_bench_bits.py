@@ -62,6 +62,9 @@ def test_tables_compare_bits_at_a_budget_and_at_the_same_bytes(output):
     assert recall[4][twenty].endswith("*")  # clearly worse than in the model's dtype
     (same,) = next(body for title, body in found.items() if title.startswith("the same bytes; recall"))
     assert [cell[:3] for cell in same] == ["`h2", "86 ", "100", "", ""]
+    # slots of "16 bits" have 32 where perplexity is computed in float32
+    (losses,) = (title for title in found if "perplexity" in title and ";" in title)
+    assert losses == "tokens that take the same bytes beside bfloat16; perplexity, float32"
 
 
 def test_pages_get_the_tables_between_their_marks(output):

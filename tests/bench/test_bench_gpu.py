@@ -97,6 +97,22 @@ def test_what_is_done_is_not_done_again(monkeypatch, capsys, tmp_path):
     assert done == ["a"]
 
 
+def test_a_write_that_fails_leaves_the_parts_of_before(monkeypatch, capsys, tmp_path):
+    gpu, out = import_module("gpu"), tmp_path / "gpu.json"
+    out.write_text(json.dumps({"device": "dry run", "parts": {}}))
+    before = out.read_text()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setitem(gpu.PARTS, "a", (gpu.layer, lambda bench: [{"rows": 1, "slots": 8, "share": 0.5}]))
+    monkeypatch.setattr(gpu.layer, "lines", lambda *_: ("a", [""], []))
+    with pytest.raises(OSError, match="No space"):
+        run(monkeypatch, capsys, "--only", "a", "--out", str(out))
+    assert out.read_text() == before
+
+
 def test_a_part_that_fails_and_a_time_that_is_over_are_noted(monkeypatch, capsys):
     gpu = import_module("gpu")
 

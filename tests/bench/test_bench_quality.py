@@ -20,6 +20,7 @@ import long_answers  # noqa: E402
 import pretrained  # noqa: E402
 import quality  # noqa: E402
 import split_texts  # noqa: E402
+import tune  # noqa: E402
 
 from kvkeep.head_profile import Profile  # noqa: E402
 from kvkeep.models.load import find  # noqa: E402
@@ -143,6 +144,30 @@ def test_a_pretrained_model_is_measured_by_one_command(every, cells, tmp_path, m
     assert ("vase" in names) == every
     assert "spatten" not in names  # refuses layers with windows
     assert ("spatten is left out: " in capsys.readouterr().err) == every
+
+
+def test_rules_of_the_tables_that_a_model_cannot_run_are_left_out(capsys):
+    names = pretrained.policies(str(model_folders.folder("gpt2")), every=False)
+    assert pretrained.LATER not in names  # it wants rotary positions
+    assert {"full", "h2o", "local"} <= {*names} < {*pretrained.MAIN}
+    assert f"{pretrained.LATER} is left out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("promises", [True, False])
+def test_the_exhaustive_search_asks_no_more_than_the_other_one(promises, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    plan = SimpleNamespace(measure=None, ladders=[], settings={})
+    result = SimpleNamespace(promises=promises, sizes=SimpleNamespace(confirm=(0, 4)))
+    monkeypatch.setattr(tune, "lay_out", lambda *_: plan)
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: result)
+    monkeypatch.setattr(tune, "CachedMeasure", lambda *_: None)
+    asked = []
+    monkeypatch.setattr(tune, "Confirmation", lambda *_, promises=True: asked.append(promises))
+    monkeypatch.setattr(tune, "show", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--output", str(tmp_path)])
+    tune.main()
+    assert asked == [promises]
 
 
 def test_policies_are_all_there_and_known():

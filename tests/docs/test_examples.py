@@ -7,10 +7,13 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import typer
 
+import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.testing import LAWS
 
@@ -42,11 +45,29 @@ def test_a_batch_job_answers_what_is_left_after_a_stop(run):
     prompts = runpy.run_path(str(EXAMPLES / "batch_job.py"))["PROMPTS"]
     lines = [json.dumps({"id": key, "text": "", "finish_reason": "stop"}) for key in prompts]
     path = Path("answers.jsonl")
-    path.write_text("\n".join(lines[:13]) + "\n" + lines[13][:20])  # stopped in the middle of a line
+    cut = '{"id": "dog-garden", "text": "ü'.encode()[:-1]  # stopped in the middle of a character
+    path.write_bytes("".join(f"{line}\n" for line in lines[:13]).encode() + cut)
     assert "13 prompts are answered, 3 are left" in run("batch_job.py")
     again = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(line["id"] for line in again) == sorted(prompts)
     assert all(line["text"] for line in again[13:])
+
+
+def test_a_prompt_that_failed_is_tried_again(run, monkeypatch):
+    monkeypatch.setattr(kvkeep.Engine, "run", lambda self, requests: [(0, SimpleNamespace(error="no room"))])
+    assert "dog-garden has no answer: no room" in run("batch_job.py")
+    assert Path("answers.jsonl").read_text() == ""
+
+
+def test_a_metric_that_a_system_does_not_tell_is_no_error(monkeypatch):
+    for name in ("agents", "agents.run", "openai", "openai.types", "openai.types.responses"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    module = runpy.run_path(str(EXAMPLES / "agent.py"))
+    text = "kvkeep_row_bytes 5.0\nkvkeep_session_memory_bytes 7.0\n"
+    monkeypatch.setattr("httpx.get", lambda url: SimpleNamespace(text=text))
+    *held, process = module["bytes_held"]("http://x")
+    assert held == [5.0, 7.0]
+    assert process != process
 
 
 def test_a_document_is_asked_about_many_times(run):

@@ -81,3 +81,13 @@ what the page shows
     assert "IndexError" in shown
     assert "    what the page shows" in shown
     assert shown.count("[ok, ") == shown.count("[FAILED, ") == 2
+
+
+def test_a_line_that_takes_too_long_has_failed_and_the_next_one_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_snippets, "TIMEOUT_S", 1)
+    said: list[str] = []
+    failed = PageRun(tmp_path, "M", os.environ, said.append).run("```sh\necho early; exec sleep 60\necho later\n```\n")
+    shown = "\n".join(said)
+    assert failed == ["echo early; exec sleep 60"]
+    assert "    early" in shown
+    assert "    later" in shown

@@ -53,7 +53,7 @@ def test_the_readmes_table_of_speeds_is_taken_from_the_benchmarks():
     (command,) = re.findall(r"`(python bench/[^`]+)`", table)
     assert command in page
     columns = r" \| ([\d.]+) s \| ([\d.]+) ms" * 2
-    rows = re.findall(rf"^\| \w.*?{columns} \| (\d+) MB \|$", table, flags=re.MULTILINE)
+    rows = re.findall(rf"^\| \w.*?{columns} \| (\d+) MiB \|$", table, flags=re.MULTILINE)
     assert len(rows) == 6
     measured = page.partition(f"`{command}`")[2].partition("\n##")[0]
     for short_first, short_token, long_first, long_token, peak in rows:

@@ -137,6 +137,16 @@ def test_the_files_of_compose_agree():
     )
 
 
+def test_nothing_of_compose_is_open_by_a_password_that_everybody_knows():
+    compose = read("compose.yml")
+    for name, service in compose["services"].items():
+        given = {
+            key: value for key, value in service.get("environment", {}).items() if "PASSWORD" in key or "KEY" in key
+        }
+        assert name == "prometheus" or given, name
+        assert set(given.values()) <= {f"/run/secrets/{one}" for one in service.get("secrets", ())}, name
+
+
 def test_the_image_has_what_the_server_needs():
     text = (DEPLOY / "Dockerfile").read_text()
     assert set(re.findall(r"KVKEEP_\w+", text)) <= variables()
