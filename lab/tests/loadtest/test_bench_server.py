@@ -198,6 +198,39 @@ def test_keys_and_mistakes(tmp_path):
         assert "is no URL" in " ".join(run(wrong, code=2).output.split()), wrong
 
 
+def test_a_wrong_address_leaves_the_lines_of_an_earlier_run(tmp_path):
+    file = tmp_path / "each.jsonl"
+    file.write_text("of an earlier run\n")
+    with fake(GOOD) as (url, *_):
+        pass
+    run(url, "--output", file, code=2)
+    assert file.read_text() == "of an earlier run\n"
+    with fake(GOOD) as (url, *_):
+        run(url, "--requests", 2, "--output", file)
+    assert [len(json.loads(line)["times"]) for line in file.read_text().splitlines()] == [3, 3]
+
+
+def test_each_line_is_written_when_its_request_has_ended(tmp_path):
+    """Turns come one after the other; Ctrl-C in the third would leave two lines."""
+    file, lines = tmp_path / "each.jsonl", []
+
+    def answer(handler):
+        lines.append(file.read_text().count("\n"))
+        handler.reply(200, "text/event-stream", GOOD.encode())
+
+    with fake(answer) as (url, *_):
+        run(url, "--requests", 1, "--turns", 3, "--output", file)
+    assert lines == [0, 1, 2]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_costs_the_lines_and_not_the_numbers():
+    with fake(GOOD) as (url, *_):
+        found = run(url, "--requests", 2, "--output", "/dev/full", code=2)
+    assert "errors: none" in found.stdout
+    assert "/dev/full lacks requests: No space left on device" in " ".join(found.stderr.split())
+
+
 def test_percentiles_are_values_that_were_measured():
     ordered = [float(n) for n in range(1, 101)]
     assert [percentile(ordered, share) for share in (50.0, 90.0, 99.0, 100.0)] == [50, 90, 99, 100]
