@@ -153,6 +153,17 @@ def test_tokens_without_usage_are_pieces():
         assert numbers(url, "--requests", 1)["new_tokens"] == 4
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_has_times_and_is_not_sent_back(name):
+    """The server counts its tokens: without its times those of the answer would look far too short."""
+    thought = [{"choices": [{"delta": {name: text}}]} for text in ("hm", "so")]
+    with fake(events(*thought, piece("a"), USAGE), events(*thought, USAGE)) as (url, bodies, _):
+        found = numbers(url, "--requests", 1, "--turns", 3)
+    assert (found["completed"], found["new_tokens"]) == (3, 9)
+    assert found["stall_s"] is not None
+    assert [one["content"] for one in bodies[2]["messages"][1::2]] == ["a", ""]
+
+
 @pytest.mark.slow
 def test_waiting_counts_from_the_arrival():
     """All arrive at once, and nobody waits for another one to be sent."""

@@ -16,6 +16,8 @@ _LAST_PORT = 65535
 _LONGEST = 300
 """Characters of a message of the server that are shown."""
 _CHAT, _TEXT = "/chat/completions", "/completions"
+_REASONING = ("reasoning_content", "reasoning")
+"""Names under which servers send what a model writes before its answer; DeepSeek's and vLLM's older and newer one."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class RequestOutcome:
 
     Attributes:
         planned, sent: when it was to be sent, and when it was.
-        times: of the pieces of its text.
+        times: of the pieces of its text and of its reasoning.
         ended: when the answer was complete.
         prompt_tokens, new_tokens, cached_tokens: as the server counts them; ``None`` if it does not.
         text: of the answer.
@@ -207,10 +209,11 @@ def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:
         raise BrokenAnswerError("error in the stream", _shown(json.dumps(piece)))
     try:
         for choice in piece.get("choices") or ():
-            text = (choice.get("delta") or {}).get("content") if "delta" in choice else choice.get("text")
-            if text:
+            delta = choice.get("delta") or {}
+            text = delta.get("content") if "delta" in choice else choice.get("text")
+            if text or any(delta.get(name) for name in _REASONING):  # the server counts the tokens of both
                 found.times.append(time.perf_counter())
-                found.text += text
+            found.text += text or ""
         if usage := piece.get("usage"):
             found.prompt_tokens, found.new_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
