@@ -140,6 +140,18 @@ def test_failures_are_counted_by_their_kinds(answer, kind):
         assert f"1 of 1 (1 {kind})" in said.stdout
 
 
+def test_a_number_of_tokens_that_is_none_is_a_failure_of_its_answer_alone():
+    usages = [
+        {"prompt_tokens": float("inf"), "completion_tokens": 3},
+        {"prompt_tokens": 5, "completion_tokens": -3},
+        {"prompt_tokens": 5, "completion_tokens": 10**400},
+        {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": float("nan")}},
+    ]
+    with fake(GOOD, *(events(piece("a"), {"usage": usage}) for usage in usages)) as (url, *_):
+        found = numbers(url, "--requests", 5)
+    assert (found["completed"], found["errors"]) == (1, {"no chunk of OpenAI's API in the stream": 4})
+
+
 def test_the_first_error_is_shown_without_its_escapes():
     with fake(429) as (url, *_):
         said = run(url, "--requests", 1, code=1).output

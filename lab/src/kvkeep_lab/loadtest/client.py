@@ -15,6 +15,8 @@ from kvkeep.errors import InputError
 _LAST_PORT = 65535
 _LONGEST = 300
 """Characters of a message of the server that are shown."""
+_MOST = 10**12
+"""Tokens that a server may claim; sums of them stay numbers that a float holds."""
 _CHAT, _TEXT = "/chat/completions", "/completions"
 _REASONING = ("reasoning_content", "reasoning")
 """Names under which servers send what a model writes before its answer; DeepSeek's and vLLM's older and newer one."""
@@ -215,8 +217,20 @@ def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:
                 found.times.append(time.perf_counter())
             found.text += text or ""
         if usage := piece.get("usage"):
-            found.prompt_tokens, found.new_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            found.prompt_tokens, found.new_tokens = _tokens(usage["prompt_tokens"]), _tokens(usage["completion_tokens"])
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            found.cached_tokens = None if cached is None else int(cached)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+            found.cached_tokens = None if cached is None else _tokens(cached)
+    except (TypeError, ValueError, ArithmeticError, KeyError, AttributeError) as error:
         raise BrokenAnswerError("no chunk of OpenAI's API in the stream") from error
+
+
+def _tokens(number: Any) -> int:
+    """A server's number of tokens.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is none.
+    """
+    tokens = int(number)
+    if not 0 <= tokens <= _MOST:
+        raise ValueError(f"{tokens} is no number of tokens")
+    return tokens
