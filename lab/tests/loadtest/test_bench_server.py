@@ -192,6 +192,15 @@ def test_conversations_send_what_was_said():
         assert bodies[2]["messages"][1] == {"role": "assistant", "content": "abc"}
 
 
+def test_halves_of_characters_are_sent_back_whole_or_as_a_mark():
+    halves = events(*map(piece, ("a\ud83d", "\ude00b", "\ud83d")))
+    with fake(halves, models={"data": [{"id": "half \ud83d"}]}) as (url, bodies, _):
+        found = numbers(url, "--requests", 1, "--turns", 2)
+    assert (found["completed"], found["errors"]) == (2, {})
+    assert bodies[1]["messages"][1]["content"] == "a\U0001f600b\ufffd"
+    assert bodies[1]["model"] == "half \ufffd"
+
+
 @pytest.mark.slow
 def test_keys_and_mistakes(tmp_path):
     with fake(GOOD) as (url, _, keys):

@@ -98,6 +98,11 @@ class Target:
         return {"model": self.model, **asked, "max_tokens": new_tokens, **stream, **self.extra}
 
 
+def whole(text: str) -> str:
+    """A text with its characters of two halves put together, and a mark for every half alone, which cannot be sent."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def base_url(text: str) -> str:
     """The base URL of a server, with ``/v1`` at its end.
 
@@ -129,7 +134,7 @@ async def model_of(target: Target) -> str:
         raise InputError(f"{target.url} asks for another API key: give `api_key`.")
     try:
         return str(answer.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(
             f"{target.url}/models names no model (status {answer.status_code}). Give `model`, or another URL."
         ) from error
@@ -167,6 +172,7 @@ async def ask(
     except httpx.HTTPError:
         found.error = "connection lost"
     found.ended = time.perf_counter()
+    found.text = whole(found.text)  # a server may split a character over two pieces
     return found
 
 
@@ -198,7 +204,7 @@ def _shown(body: str) -> str:
         said = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
         said = body
-    return " ".join(said.split())[:_LONGEST]
+    return whole(" ".join(said.split())[:_LONGEST])
 
 
 def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:

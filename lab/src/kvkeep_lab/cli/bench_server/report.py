@@ -14,7 +14,7 @@ from kvkeep.cli import console
 from kvkeep.errors import InputError, three_digits
 from kvkeep.result_files import in_full
 from kvkeep_lab.cli.bench_server.options import BenchServerOptions
-from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of
+from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of, whole
 from kvkeep_lab.loadtest.percentiles import SHARES
 from kvkeep_lab.loadtest.plan import Lengths, Load, arrivals, read_lines
 from kvkeep_lab.loadtest.running import send, summary
@@ -139,7 +139,7 @@ async def _measured(
     target: Target, load: Load, *, sessions: bool, warmup: int, rows: RowFile | None
 ) -> dict[str, Any]:
     """The numbers of a run. The file gets its outcomes in the order in which they end."""
-    target = replace(target, model=target.model or await model_of(target))
+    target = replace(target, model=whole(target.model or await model_of(target)))
     if warmup:
         console.progress(f"warming up {target.model} …")
         before = replace(load, requests=warmup, rate=float("inf"), seed=load.seed + 2**32, turns=1)
