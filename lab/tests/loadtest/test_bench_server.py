@@ -152,6 +152,12 @@ def test_a_number_of_tokens_that_is_none_is_a_failure_of_its_answer_alone():
     assert (found["completed"], found["errors"]) == (1, {"no chunk of OpenAI's API in the stream": 4})
 
 
+def test_a_models_name_steers_no_terminal():
+    with fake(GOOD, models={"data": [{"id": "red\x1b[31m\nerrors: 9"}]}) as (url, *_):
+        said = run(url, "--requests", 1, width=200).stdout
+    assert said.startswith("red\\x1b[31m\\nerrors: 9 at http")
+
+
 def test_the_first_error_is_shown_without_its_escapes():
     with fake(429) as (url, *_):
         said = run(url, "--requests", 1, code=1).output

@@ -164,7 +164,8 @@ def _show(found: dict[str, Any]) -> None:
     rate = found["load"]["rate"]
     pace = "all at once" if rate == "inf" else f"{rate:g}/s"
     many = console.count(found["requests"], "request")
-    out.print(f"{found['model']} at {found['url']}: {many}, {pace}, in {found['seconds']:.1f} s", soft_wrap=True)
+    model = console.visible(found["model"])  # the server's word: it must not steer the terminal
+    out.print(f"{model} at {found['url']}: {many}, {pace}, in {found['seconds']:.1f} s", soft_wrap=True)
     columns = ("mean", *(f"p{share:g}" for share in SHARES), "max")
     table = console.table("", *columns)
     for column in table.columns[1:]:
