@@ -165,15 +165,18 @@ async def ask(
             raise BrokenAnswerError("no text")
     except BrokenAnswerError as error:
         found.error, found.detail = str(error), error.detail
-    except httpx.TimeoutException:
-        found.error = "timeout"
-    except httpx.ConnectError:
-        found.error = "no connection"
-    except httpx.HTTPError:
-        found.error = "connection lost"
+    except httpx.HTTPError as error:
+        found.error = failure(error)
     found.ended = time.perf_counter()
     found.text = whole(found.text)  # a server may split a character over two pieces
     return found
+
+
+def failure(error: httpx.HTTPError) -> str:
+    """The kind of a failure to reach the server, or to hear its whole answer."""
+    if isinstance(error, httpx.TimeoutException):
+        return "timeout"
+    return "no connection" if isinstance(error, httpx.ConnectError) else "connection lost"
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
