@@ -142,8 +142,7 @@ async def _measured(
     target = replace(target, model=whole(target.model or await model_of(target)))
     if warmup:
         console.progress(f"warming up {target.model} …")
-        before = replace(load, requests=warmup, rate=float("inf"), seed=load.seed + 2**32, turns=1)
-        await send(target, arrivals(before), sessions=sessions)
+        await send(target, arrivals(load.warmup(warmup)), sessions=sessions)
     planned = arrivals(load)
     console.progress(f"sending {console.count(load.requests, 'request')} within {planned[-1].at:.0f} s …")
     if rows is None:
