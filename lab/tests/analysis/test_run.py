@@ -161,6 +161,42 @@ def test_skips_say_why(finished):
     assert "36 tokens; this needs 10000" in result_of(finished[0], "long")["skipped"]
 
 
+class Needy(Running):
+    name = "needy"
+
+    def result(self):
+        return {"loss": float("nan")}
+
+    @classmethod
+    def reading(cls, result):
+        return Reading("p", f"{result['loss'] > 1}", "m", "agree")
+
+
+def test_a_model_that_yields_no_numbers_is_said_so(writer, tmp_path):
+    """As one in a dtype that is too narrow for it: a file with null in place of its numbers would look damaged."""
+    model = load.read_weights(writer.checkpoint)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
+    attention = type("Attention", (Sums,), {"name": "attention", "reads": frozenset({"attention"})})
+    run(job(writer, (attention, Needy)), Writer(writer.checkpoint, model), AnalysisFolder(tmp_path))
+    for name in ("attention", "needy"):
+        assert "no number (NaN)" in result_of(tmp_path, name)["skipped"]
+
+
+def test_a_control_that_yields_no_numbers_skips_its_measurement(writer, tmp_path, monkeypatch):
+    drawn = running.with_random_weights
+
+    def broken(*args):
+        found = drawn(*args)
+        with torch.no_grad():
+            found.model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(running, "with_random_weights", broken)
+    run(job(writer, (Controlled,)), writer, AnalysisFolder(tmp_path))
+    assert result_of(tmp_path, "controlled")["skipped"].startswith("With random weights, its control: What the model")
+
+
 @pytest.mark.parametrize("part", ["no_mlp", "no_units"])
 def test_what_the_model_does_not_show_is_a_reason_to_skip(writer, tmp_path, monkeypatch, part):
     look = running.look

@@ -215,9 +215,13 @@ def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any
     if "skipped" in record:
         return MeasurementFile(kind, record)
     with _undamaged(folder, kind):
-        result = record["result"]
-        advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
-        return MeasurementFile(kind, record, kind.reading(result), tuple(kind.claims(result)))
+        return MeasurementFile(kind, record, *interpret(kind, record["result"]))
+
+
+def interpret(kind: type[Measurement], result: dict[str, Any]) -> tuple[Reading, tuple[ClaimLine, ...]]:
+    """What is said of a measurement's numbers, as its file holds them."""
+    advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
+    return kind.reading(result), tuple(kind.claims(result))
 
 
 @contextmanager
