@@ -265,6 +265,14 @@ def test_the_cheapest_runs_come_first_and_the_time_of_the_rest_is_told(writer, t
     assert seconds[1] == pytest.approx(3 * result_of(tmp_path, "cheap")["seconds"])
 
 
+def test_the_seconds_of_what_only_reads_the_walk_are_not_those_of_runs():
+    pace = running.Pace()
+    pace.add(Sums, {"seconds": 100.0})
+    assert pace.seconds([Dear]) is None
+    pace.add(Cheap, {"seconds": 2.0})
+    assert pace.seconds([Dear, Sums]) == 6.0
+
+
 def test_provenance(finished, writer):
     found = json.loads((finished[0] / "run.json").read_text())
     assert found["model"] == "a model"

@@ -80,8 +80,8 @@ class Pace:
         self._seconds, self._effort = 0.0, 0
 
     def add(self, kind: type[Measurement], record: Record) -> None:
-        """Count a finished measurement."""
-        if "seconds" in record:
+        """Count a finished measurement, unless it only reads the walk: that is over when the first runs begin."""
+        if kind.effort and "seconds" in record:
             self._seconds, self._effort = self._seconds + record["seconds"], self._effort + kind.effort
 
     def seconds(self, waiting: Sequence[type[Measurement]]) -> float | None:
