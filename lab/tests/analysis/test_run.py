@@ -385,8 +385,10 @@ def test_how_much_is_read_and_what_is_said_about_it(writer):
     assert "made for 40 tokens; what it does with the other 5" in longer.notes[0]
     short = read(writer.checkpoint, "f", TEXT[:100], trained)
     assert f"only {len(short.tokens)} tokens" in short.notes[0]
-    with pytest.raises(InputError, match="max_tokens=0 leaves nothing"):
-        read(writer.checkpoint, "f", TEXT, 0)
+    for tokens in (0, 1):  # one would be the begin token alone
+        with pytest.raises(InputError, match=f"max_tokens={tokens} leaves nothing"):
+            read(writer.checkpoint, "f", TEXT, tokens)
+    assert len(read(writer.checkpoint, "f", TEXT, 2).tokens) == 2
 
 
 def test_learned_positions_are_a_limit():
