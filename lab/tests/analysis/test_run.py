@@ -132,6 +132,15 @@ def test_every_row_adds_up_to_one_and_comes_in_order(finished, writer, monkeypat
     assert found["words"] == writer.show_token(0) + writer.text_of(read(writer.checkpoint, "", TEXT, N).tokens.tolist())
 
 
+def test_a_measurement_knows_the_windows_of_the_layers(tmp_path):
+    with model_folders.one_thread():
+        checkpoint = load.find(model_folders.folder("gemma3"))
+        of = Writer(checkpoint, load.read_weights(checkpoint))
+    windows = type("Windows", (Sums,), {"name": "windows", "result": lambda self: {"of": self.context.windows}})
+    run(job(of, [windows]), of, AnalysisFolder(tmp_path))
+    assert result_of(tmp_path, "windows")["result"] == {"of": [100, None]}
+
+
 def test_numbers_that_json_cannot_hold_are_null(finished):
     assert result_of(finished[0], "sums")["result"]["nothing"] is None
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import InputError
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.models.device import enough_memory
@@ -169,7 +170,10 @@ class Pass:
     ) -> None:
         seen = self._anatomy = look(writer.model, int(tokens[0]))
         said = words(writer.checkpoint, tokens)
-        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed)
+        windows = tuple(windows_of(writer.model.config).values())
+        self._context = Context(
+            len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed, windows
+        )
         self._subject = Subject(writer, tokens, seed, lambda: with_random_weights(writer, seed))
         self._on_stage = on_stage
 
