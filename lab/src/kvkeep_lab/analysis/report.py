@@ -220,7 +220,7 @@ def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any
 
 def interpret(kind: type[Measurement], result: dict[str, Any]) -> tuple[Reading, tuple[ClaimLine, ...]]:
     """What is said of a measurement's numbers, as its file holds them."""
-    advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
+    advise({kind.name: result}, "")  # the advice of all measurements must not fail
     return kind.reading(result), tuple(kind.claims(result))
 
 
@@ -269,7 +269,7 @@ def write(
     run = folder.manifest()
     found = read(folder)
     results = {finding.kind.name: finding.record["result"] for finding in found if finding.reading is not None}
-    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"], run["text_name"])
+    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"])
     claims = [*(claim for finding in found for claim in finding.claims), *ELSEWHERE]
     drawn = {} if drawn is None else drawn
     for finding in found:
