@@ -153,7 +153,7 @@ ELSEWHERE = (
         "Eviction works together with 4-bit quantisation",
         "H2O, Table 6; Scissorhands, Table 4",
         "both together are no worse than either",
-        "slots are kept in the model's dtype",
+        "kvkeep eval --kv-bits 4",
     ),
     _line(
         "Streams far beyond the trained length",
