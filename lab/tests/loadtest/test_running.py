@@ -9,7 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("httpx")
+
+import httpx
 
 from kvkeep_lab.loadtest.client import Target
 from kvkeep_lab.loadtest.plan import Arrival, Ask
@@ -99,6 +101,7 @@ def test_the_time_that_a_session_takes_to_be_made_is_the_servers(server):
 
 def test_a_run_that_is_stopped_leaves_no_session(server):
     """Some are read, one is just being made, and deletions take their time."""
+
     async def run():
         busy, waiting = asyncio.Event(), 0
 

@@ -37,8 +37,8 @@ OnRecord: TypeAlias = Callable[[Sequence[type[Measurement]], float | None], obje
 ``None`` while nobody knows."""
 
 _NO_NUMBER = (
-    "What the model computes on this text is no number (NaN). Often the dtype is too narrow for the model: choose another "
-    "with --dtype."
+    "What the model computes on this text is no number (NaN). Often the dtype is too narrow for the model: choose "
+    "another with --dtype."
 )
 
 
@@ -171,9 +171,7 @@ class Pass:
         seen = self._anatomy = look(writer.model, int(tokens[0]))
         said = words(writer.checkpoint, tokens)
         windows = tuple(windows_of(writer.model.config).values())
-        self._context = Context(
-            len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed, windows
-        )
+        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed, windows)
         self._subject = Subject(writer, tokens, seed, lambda: with_random_weights(writer, seed))
         self._on_stage = on_stage
 

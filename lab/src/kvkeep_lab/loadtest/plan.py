@@ -152,7 +152,7 @@ class Load:
             raise InputError(f"`prefix_tokens={self.prefix_tokens}` is outside 0 … 10000000.")
 
     def warmup(self, requests: int) -> Load:
-        """So many requests like these, all at once. Their texts are others: a prefix cache would keep those of a file."""
+        """So many requests like these, all at once. Their texts are others: a prefix cache would keep a file's."""
         lines = tuple(
             line if line.text is None else replace(line, text=None, prompt_tokens=len(line.text.split()))
             for line in self.lines

@@ -128,9 +128,9 @@ class Retained(Measurement):
         return Reading(
             paper="Of 3 600 tokens H2O keeps hardly any beyond position 1 500 except the recent ones; those of "
             "AhaKV are spread over the whole prompt (Figure 2c).",
-            here=f"In the last {percent(1 - LATE)} of the text before its recent tokens H2O chooses {show(h2o['late'])} "
-            f"times as many tokens as an even spread would, AhaKV {show(ahakv['late'])} times; the distances from an "
-            f"even spread are {show(h2o['ks'])} and {show(ahakv['ks'])}.",
+            here=f"In the last {percent(1 - LATE)} of the text before its recent tokens H2O chooses "
+            f"{show(h2o['late'])} times as many tokens as an even spread would, AhaKV {show(ahakv['late'])} times; the "
+            f"distances from an even spread are {show(h2o['ks'])} and {show(ahakv['ks'])}.",
             meaning=_meaning(result["policies"]),
             verdict=_verdict(h2o, ahakv),
         )

@@ -135,9 +135,7 @@ class RowFile:
             raise InputError(f"{self._path} cannot be written: {error.strerror}.") from error
 
 
-async def _measured(
-    target: Target, load: Load, *, sessions: bool, warmup: int, rows: RowFile | None
-) -> dict[str, Any]:
+async def _measured(target: Target, load: Load, *, sessions: bool, warmup: int, rows: RowFile | None) -> dict[str, Any]:
     """The numbers of a run. The file gets its outcomes in the order in which they end."""
     target = replace(target, model=whole(target.model or await model_of(target)))
     if warmup:
