@@ -119,6 +119,14 @@ def test_a_short_file_is_one_short_window_and_a_very_short_one_is_refused():
         windows(writer().checkpoint, Options(text="the"), rows=3, length=500)
 
 
+@pytest.mark.parametrize("text", [None, "the quick brown fox jumps over the lazy dog and the cat " * 2])
+def test_a_window_with_room_for_the_begin_token_alone_is_refused(text):
+    """As `kvkeep eval --tasks agreement --prompt-tokens 1` asks for."""
+    with pytest.raises(InputError, match="begin token alone"):
+        windows(writer().checkpoint, Options(text=text), rows=1, length=1)
+    assert windows(writer().checkpoint, Options(text=text), rows=1, length=2).shape == (1, 2)
+
+
 # perplexity
 
 

@@ -5,7 +5,7 @@ import torch
 from kvkeep_lab.analysis.measure import AttentionRows, Context
 
 
-def context(tokens, *, layers=1, heads=1, kv_heads=None, seed=0):
+def context(tokens, *, layers=1, heads=1, kv_heads=None, seed=0, windows=None):
     return Context(
         n_tokens=len(tokens),
         n_layers=layers,
@@ -14,6 +14,7 @@ def context(tokens, *, layers=1, heads=1, kv_heads=None, seed=0):
         tokens=torch.as_tensor(tokens, dtype=torch.int64),
         words=tuple(f"w{int(token)}" for token in tokens),
         seed=seed,
+        windows=windows or (None,) * layers,
     )
 
 

@@ -10,9 +10,9 @@ from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis.measure import AttentionRows, Context, Subject
 
 
-def context(n, *, layers=1, heads=1, kv_heads=None):
+def context(n, *, layers=1, heads=1, kv_heads=None, windows=None):
     words = tuple(f"w{number}" for number in range(n))
-    return Context(n, layers, heads, kv_heads or heads, torch.arange(n), words, 0)
+    return Context(n, layers, heads, kv_heads or heads, torch.arange(n), words, 0, windows or (None,) * layers)
 
 
 def hide_future(logits):

@@ -44,6 +44,17 @@ def test_gaussian_logits_follow_the_formula():
     assert [claim.verdict for claim in Entropy.claims(result)] == ["agree", "agree", "agree"]
 
 
+def test_a_row_under_a_window_has_the_variance_of_the_keys_that_it_sees():
+    n, window = 400, 50
+    place = torch.arange(n)
+    outside = place[:, None] - place >= window
+    logits = torch.stack([random_logits(4, n, n).masked_fill(outside, -torch.inf), random_logits(4, n, n, scale=1.5)])
+    result = measured(logits)
+    assert result["sigma2_by_layer"] == pytest.approx([1.0, 2.25], rel=0.05)
+    assert result["calmest_layer"] == 0
+    assert result["off_by_layer"][0] == pytest.approx(0.0, abs=0.05)
+
+
 def test_the_gain_brings_gaussian_rows_to_the_budget():
     """observables.md F3: at (i, k) = (1024, 512) the entropy is 6.240, ln k is 6.238."""
     gain = gains(torch.tensor([1024.0]), 512)

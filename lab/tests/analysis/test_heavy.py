@@ -19,8 +19,21 @@ def test_uniform_attention_has_the_shares_of_harmonic_numbers():
     result = measured(causal(torch.ones(2, 2, n, n)), range(n))
     expected = sum(sum(1 / i for i in range(j, n + 1)) for j in range(1, 41)) / n
     assert result["tokens"]["20%"] == pytest.approx([expected] * 2)
-    assert result["uniform"]["20%"] == pytest.approx([expected])
+    assert result["uniform"]["20%"] == pytest.approx([expected] * 2)
     assert MassByRank.reading(result).verdict == "differ"  # no heavy hitter, whatever the fit
+
+
+def test_uniform_attention_under_a_window_is_called_uniform():
+    """Without the window's part the heaviest fifth would hold half of it, and every real layer would look even."""
+    n, windows = 200, (None, 20)
+    weights = torch.stack([torch.ones(1, n, n).triu(1 - (window or n)) for window in windows])
+    measurement = MassByRank(context(range(n), layers=2, windows=windows))
+    result = show(measurement, causal(weights)).result()
+    assert result["uniform"]["20%"] == pytest.approx(result["tokens"]["20%"])
+    full, windowed = result["uniform"]["20%"]
+    assert windowed < full - 0.2
+    mean = (full + windowed) / 2
+    assert f"of the mass ({mean:.0%} if attention were uniform)" in MassByRank.reading(result).here
 
 
 def test_every_row_looks_at_one_token():

@@ -50,7 +50,7 @@ def test_empty_slots_do_not_count():
 
 
 def test_mass_by_place_is_that_of_uniform_attention(result):
-    expected = stats.uniform_mass(LENGTH).view(20, 2).sum(dim=1) / LENGTH
+    expected = stats.uniform_mass(LENGTH, [None]).view(20, 2).sum(dim=1) / LENGTH
     assert result["mass"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert result["uniform"] == pytest.approx(expected.tolist(), abs=1e-5)
 

@@ -86,13 +86,15 @@ def test_top_share_counts_whole_values():
     assert stats.top_share(rows, 0.01).tolist() == pytest.approx([0.4, 0.2])  # at least one
 
 
-def test_uniform_mass_is_a_difference_of_harmonic_numbers():
-    n = 50
-    rows = torch.tril(torch.ones(n, n, dtype=torch.float64))
-    expected = (rows / rows.sum(dim=1, keepdim=True)).sum(dim=0)
-    assert torch.allclose(stats.uniform_mass(n), expected)
+def test_uniform_mass_is_that_of_rows_which_look_at_all_they_see():
+    n, windows = 50, [None, 1, 7, 49, 50, 1000]
+    for window, found in zip(windows, stats.uniform_mass(n, windows), strict=True):
+        rows = torch.tril(torch.ones(n, n, dtype=torch.float64)).triu(1 - (window or n))
+        assert torch.allclose(found, (rows / rows.sum(dim=1, keepdim=True)).sum(dim=0))
     # the first fifth of the keys has 0.2 (1 + ln 5) of it when n is large
-    assert float(stats.top_share(stats.uniform_mass(20_000), 0.2)) == pytest.approx(0.2 * (1 + math.log(5)), abs=1e-4)
+    assert float(stats.top_share(stats.uniform_mass(20_000, [None]), 0.2)) == pytest.approx(
+        0.2 * (1 + math.log(5)), abs=1e-4
+    )
 
 
 def test_jaccard_of_masks_and_its_chance_level():

@@ -25,13 +25,13 @@ def budgets(policies, gain=1.0):
 
 @pytest.mark.parametrize("name", ["h2o; rm -rf ~", "$(touch x)", "a 'x'", "`id`", "two\nlines"])
 def test_the_command_holds_nothing_that_a_shell_would_run(name):
-    found = advise({}, f"./{name}", name)
-    assert shlex.split(found.command) == ["kvkeep", "tune", f"./{name}", "--text", name]
+    found = advise({}, f"./{name}")
+    assert shlex.split(found.command) == ["kvkeep", "tune", f"./{name}", "--text", "FILE"]
 
 
 def test_the_next_step_is_the_search_and_risks_stand_beside_it():
-    found = advise({"sparsity": {"sparsity_by_layer": [0.99, 0.5]}}, "", "novel.txt")
-    assert found.command == "kvkeep tune --text novel.txt"
+    found = advise({"sparsity": {"sparsity_by_layer": [0.99, 0.5]}}, "")
+    assert found.command == "kvkeep tune --text FILE"
     assert [risk[:3] for risk in found.risks] == ["R4:"]
 
 

@@ -68,13 +68,21 @@ def test_uniform_attention_gives_the_harmonic_curve_and_keeps_the_beginning():
     assert tova["recent"] == 0
 
 
+def test_the_curve_of_iid_logits_knows_windows():
+    n, window = 400, 40
+    place = torch.arange(n)
+    logits = torch.zeros(1, 1, n, n).masked_fill(place[:, None] - place >= window, -torch.inf)
+    result = show(Retained(context(n, windows=(window,))), logits, torch.ones(1, 1, n, 2)).result()
+    assert result["curves"]["h2o"] == pytest.approx(result["curves"]["iid logits"], abs=1e-4)
+
+
 def test_expected_mass_is_a_difference_of_harmonic_numbers():
     def harmonic(m):
         return sum(1 / i for i in range(1, m + 1))
 
     expected = [harmonic(50) - harmonic(j - 1) for j in range(1, 51)]
-    assert uniform_mass(50).tolist() == pytest.approx(expected)
-    assert uniform_mass(50).sum().item() == pytest.approx(50)  # every row hands out 1
+    assert uniform_mass(50, [None])[0].tolist() == pytest.approx(expected)
+    assert uniform_mass(50, [None]).sum().item() == pytest.approx(50)  # every row hands out 1
 
 
 def test_spreads():

@@ -132,6 +132,15 @@ def test_every_row_adds_up_to_one_and_comes_in_order(finished, writer, monkeypat
     assert found["words"] == writer.show_token(0) + writer.text_of(read(writer.checkpoint, "", TEXT, N).tokens.tolist())
 
 
+def test_a_measurement_knows_the_windows_of_the_layers(tmp_path):
+    with model_folders.one_thread():
+        checkpoint = load.find(model_folders.folder("gemma3"))
+        of = Writer(checkpoint, load.read_weights(checkpoint))
+    windows = type("Windows", (Sums,), {"name": "windows", "result": lambda self: {"of": self.context.windows}})
+    run(job(of, [windows]), of, AnalysisFolder(tmp_path))
+    assert result_of(tmp_path, "windows")["result"] == {"of": [100, None]}
+
+
 def test_numbers_that_json_cannot_hold_are_null(finished):
     assert result_of(finished[0], "sums")["result"]["nothing"] is None
 
@@ -159,6 +168,42 @@ def test_random_weights_are_other_weights_of_the_same_seed(writer):
 def test_skips_say_why(finished):
     assert result_of(finished[0], "refusing")["skipped"] == "This cannot be."
     assert "36 tokens; this needs 10000" in result_of(finished[0], "long")["skipped"]
+
+
+class Needy(Running):
+    name = "needy"
+
+    def result(self):
+        return {"loss": float("nan")}
+
+    @classmethod
+    def reading(cls, result):
+        return Reading("p", f"{result['loss'] > 1}", "m", "agree")
+
+
+def test_a_model_that_yields_no_numbers_is_said_so(writer, tmp_path):
+    """As one in a dtype that is too narrow for it: a file with null in place of its numbers would look damaged."""
+    model = load.read_weights(writer.checkpoint)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
+    attention = type("Attention", (Sums,), {"name": "attention", "reads": frozenset({"attention"})})
+    run(job(writer, (attention, Needy)), Writer(writer.checkpoint, model), AnalysisFolder(tmp_path))
+    for name in ("attention", "needy"):
+        assert "no number (NaN)" in result_of(tmp_path, name)["skipped"]
+
+
+def test_a_control_that_yields_no_numbers_skips_its_measurement(writer, tmp_path, monkeypatch):
+    drawn = running.with_random_weights
+
+    def broken(*args):
+        found = drawn(*args)
+        with torch.no_grad():
+            found.model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(running, "with_random_weights", broken)
+    run(job(writer, (Controlled,)), writer, AnalysisFolder(tmp_path))
+    assert result_of(tmp_path, "controlled")["skipped"].startswith("With random weights, its control: What the model")
 
 
 @pytest.mark.parametrize("part", ["no_mlp", "no_units"])
@@ -227,6 +272,14 @@ def test_the_cheapest_runs_come_first_and_the_time_of_the_rest_is_told(writer, t
     assert names == (["dear", "cheap"], ["dear"], [])
     assert seconds[0] is None
     assert seconds[1] == pytest.approx(3 * result_of(tmp_path, "cheap")["seconds"])
+
+
+def test_the_seconds_of_what_only_reads_the_walk_are_not_those_of_runs():
+    pace = running.Pace()
+    pace.add(Sums, {"seconds": 100.0})
+    assert pace.seconds([Dear]) is None
+    pace.add(Cheap, {"seconds": 2.0})
+    assert pace.seconds([Dear, Sums]) == 6.0
 
 
 def test_provenance(finished, writer):
@@ -341,8 +394,10 @@ def test_how_much_is_read_and_what_is_said_about_it(writer):
     assert "made for 40 tokens; what it does with the other 5" in longer.notes[0]
     short = read(writer.checkpoint, "f", TEXT[:100], trained)
     assert f"only {len(short.tokens)} tokens" in short.notes[0]
-    with pytest.raises(InputError, match="max_tokens=0 leaves nothing"):
-        read(writer.checkpoint, "f", TEXT, 0)
+    for tokens in (0, 1):  # one would be the begin token alone
+        with pytest.raises(InputError, match=f"max_tokens={tokens} leaves nothing"):
+            read(writer.checkpoint, "f", TEXT, tokens)
+    assert len(read(writer.checkpoint, "f", TEXT, 2).tokens) == 2
 
 
 def test_learned_positions_are_a_limit():

@@ -140,6 +140,24 @@ def test_failures_are_counted_by_their_kinds(answer, kind):
         assert f"1 of 1 (1 {kind})" in said.stdout
 
 
+def test_a_number_of_tokens_that_is_none_is_a_failure_of_its_answer_alone():
+    usages = [
+        {"prompt_tokens": float("inf"), "completion_tokens": 3},
+        {"prompt_tokens": 5, "completion_tokens": -3},
+        {"prompt_tokens": 5, "completion_tokens": 10**400},
+        {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": float("nan")}},
+    ]
+    with fake(GOOD, *(events(piece("a"), {"usage": usage}) for usage in usages)) as (url, *_):
+        found = numbers(url, "--requests", 5)
+    assert (found["completed"], found["errors"]) == (1, {"no chunk of OpenAI's API in the stream": 4})
+
+
+def test_a_models_name_steers_no_terminal():
+    with fake(GOOD, models={"data": [{"id": "red\x1b[31m\nerrors: 9"}]}) as (url, *_):
+        said = run(url, "--requests", 1, width=200).stdout
+    assert said.startswith("red\\x1b[31m\\nerrors: 9 at http")
+
+
 def test_the_first_error_is_shown_without_its_escapes():
     with fake(429) as (url, *_):
         said = run(url, "--requests", 1, code=1).output
@@ -151,6 +169,17 @@ def test_tokens_without_usage_are_pieces():
         found = run(url, "--requests", 1)
         assert "each piece of its streams counts as one" in " ".join(found.output.split())
         assert numbers(url, "--requests", 1)["new_tokens"] == 4
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_has_times_and_is_not_sent_back(name):
+    """The server counts its tokens: without its times those of the answer would look far too short."""
+    thought = [{"choices": [{"delta": {name: text}}]} for text in ("hm", "so")]
+    with fake(events(*thought, piece("a"), USAGE), events(*thought, USAGE)) as (url, bodies, _):
+        found = numbers(url, "--requests", 1, "--turns", 3)
+    assert (found["completed"], found["new_tokens"]) == (3, 9)
+    assert found["stall_s"] is not None
+    assert [one["content"] for one in bodies[2]["messages"][1::2]] == ["a", ""]
 
 
 @pytest.mark.slow
@@ -167,6 +196,15 @@ def test_conversations_send_what_was_said():
         numbers(url, "--requests", 1, "--turns", 3)
         assert [len(one["messages"]) for one in bodies] == [1, 3, 5]
         assert bodies[2]["messages"][1] == {"role": "assistant", "content": "abc"}
+
+
+def test_halves_of_characters_are_sent_back_whole_or_as_a_mark():
+    halves = events(*map(piece, ("a\ud83d", "\ude00b", "\ud83d")))
+    with fake(halves, models={"data": [{"id": "half \ud83d"}]}) as (url, bodies, _):
+        found = numbers(url, "--requests", 1, "--turns", 2)
+    assert (found["completed"], found["errors"]) == (2, {})
+    assert bodies[1]["messages"][1]["content"] == "a\U0001f600b\ufffd"
+    assert bodies[1]["model"] == "half \ufffd"
 
 
 @pytest.mark.slow
@@ -196,6 +234,39 @@ def test_keys_and_mistakes(tmp_path):
     assert "does not answer" in run(url, code=2).output
     for wrong in ("ftp://x", "http://", "", "http://a:b", "127.0.0.1:99999999"):
         assert "is no URL" in " ".join(run(wrong, code=2).output.split()), wrong
+
+
+def test_a_wrong_address_leaves_the_lines_of_an_earlier_run(tmp_path):
+    file = tmp_path / "each.jsonl"
+    file.write_text("of an earlier run\n")
+    with fake(GOOD) as (url, *_):
+        pass
+    run(url, "--output", file, code=2)
+    assert file.read_text() == "of an earlier run\n"
+    with fake(GOOD) as (url, *_):
+        run(url, "--requests", 2, "--output", file)
+    assert [len(json.loads(line)["times"]) for line in file.read_text().splitlines()] == [3, 3]
+
+
+def test_each_line_is_written_when_its_request_has_ended(tmp_path):
+    """Turns come one after the other; Ctrl-C in the third would leave two lines."""
+    file, lines = tmp_path / "each.jsonl", []
+
+    def answer(handler):
+        lines.append(file.read_text().count("\n"))
+        handler.reply(200, "text/event-stream", GOOD.encode())
+
+    with fake(answer) as (url, *_):
+        run(url, "--requests", 1, "--turns", 3, "--output", file)
+    assert lines == [0, 1, 2]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_costs_the_lines_and_not_the_numbers():
+    with fake(GOOD) as (url, *_):
+        found = run(url, "--requests", 2, "--output", "/dev/full", code=2)
+    assert "errors: none" in found.stdout
+    assert "/dev/full lacks requests: No space left on device" in " ".join(found.stderr.split())
 
 
 def test_percentiles_are_values_that_were_measured():

@@ -55,6 +55,17 @@ def test_loads_that_are_none(options):
         load(**options)
 
 
+def test_a_warm_up_has_the_lengths_of_a_files_texts_and_other_words():
+    """The very texts would be measured with what the server's prefix cache holds of them."""
+    lines = (Line("a text of five words", new_tokens=3), Line(prompt_tokens=2))
+    asked = load(lines=lines, turns=2)
+    warm = [arrival.turns for arrival in arrivals(asked.warmup(2))]
+    assert [(len(turn.text.split()), turn.new_tokens) for (turn,) in warm] == [(5, 3), (2, 5)]
+    assert not {turn.text for turns in warm for turn in turns} & {
+        turn.text for arrival in arrivals(asked) for turn in arrival.turns
+    }
+
+
 def test_prefixes_are_shared_and_the_rest_is_not():
     made = arrivals(load(prefixes=3, prefix_tokens=6, turns=2, requests=40))
     begins = {" ".join(one.turns[0].text.split()[:6]) for one in made}

@@ -142,7 +142,7 @@ def progress(message: str) -> None:
     """Print the present stage of the work, on a terminal only."""
     console = err()
     if console.is_terminal:
-        console.print(Text(message, "dim"), soft_wrap=True)
+        console.print(Text(printable(message), "dim"), soft_wrap=True)
 
 
 class Heartbeat:

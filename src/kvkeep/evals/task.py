@@ -369,10 +369,12 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
         length: tokens of each text with its begin token; fewer if the whole file is shorter.
 
     Raises:
-        InputError: the file has fewer tokens than `SHORTEST`.
+        InputError: the file has fewer tokens than `SHORTEST`, or ``length`` has no room for more than the begin token.
     """
     begin = _begin(checkpoint)
     body = length - len(begin)
+    if body < 1:
+        raise InputError("A text of 1 token would be the model's begin token alone; give a larger number of tokens.")
     if options.text is None:
         texts = [_own_tokens(checkpoint, text_seed(options.seed, row), body) for row in range(rows)]
     else:

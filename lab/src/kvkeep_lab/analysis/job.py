@@ -92,9 +92,9 @@ def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -
     """The first tokens of a text, with notes about their number.
 
     Raises:
-        InputError: the text is too short, or ``max_tokens`` is below 1.
+        InputError: the text is too short, or ``max_tokens`` is below 2, a begin token and one of the text.
     """
-    if max_tokens is not None and max_tokens < 1:
+    if max_tokens is not None and max_tokens < 2:
         raise InputError(f"max_tokens={max_tokens} leaves nothing to read; give a number of tokens, e.g. 4096.")
     trained, limit = checkpoint.trained_length, checkpoint.position_limit
     wanted = max_tokens or min(DEFAULT_TOKENS, trained or DEFAULT_TOKENS)

@@ -39,6 +39,7 @@ class Context:
         tokens: the text, after the begin token if the tokenizer has one.
         words: the piece of text of each token.
         seed: seed of random choices.
+        windows: tokens that a row of each layer sees, its own included; ``None``: all before it.
     """
 
     n_tokens: int
@@ -48,6 +49,7 @@ class Context:
     tokens: Int[Tensor, " n_tokens"]
     words: tuple[str, ...]
     seed: int
+    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,6 @@ from kvkeep_lab.analysis.measure import Result
 Results: TypeAlias = Mapping[str, Result]
 """Measurement → its result; without skipped ones."""
 
-STANDARD_INPUT = "standard input"
-"""The name of a text that came without a file."""
-
 HALF = 0.5
 """Share of the advantage of a second reading below which the far past counts as lost."""
 
@@ -60,18 +57,18 @@ class Advice:
     risks: tuple[str, ...]
 
 
-def advise(results: Results, model: str, text: str) -> Advice:
+def advise(results: Results, model: str) -> Advice:
     """Apply every rule.
 
     Args:
         results: the results of the measurements.
         model: the model as a command line names it; empty for the embedded one.
-        text: the text's file, or `STANDARD_INPUT`.
     """
     return Advice(
         "kvkeep tune finds the policy and the budget for this model and text: the smallest memory that keeps a share "
         "of the full cache's quality, for questions that come later (or --case inside, or stream).",
-        command("kvkeep tune", *filter(None, [model]), "--text", "FILE" if text == STANDARD_INPUT else text),
+        # the page knows the name of the text's file and not its folder, so a path would be wrong nearly everywhere
+        command("kvkeep tune", *filter(None, [model]), "--text", "FILE"),
         tuple(found for rule in WARNINGS if (found := rule(results)) is not None),
     )
 

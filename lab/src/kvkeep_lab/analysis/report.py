@@ -153,7 +153,7 @@ ELSEWHERE = (
         "Eviction works together with 4-bit quantisation",
         "H2O, Table 6; Scissorhands, Table 4",
         "both together are no worse than either",
-        "slots are kept in the model's dtype",
+        "kvkeep eval --kv-bits 4",
     ),
     _line(
         "Streams far beyond the trained length",
@@ -215,9 +215,13 @@ def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any
     if "skipped" in record:
         return MeasurementFile(kind, record)
     with _undamaged(folder, kind):
-        result = record["result"]
-        advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
-        return MeasurementFile(kind, record, kind.reading(result), tuple(kind.claims(result)))
+        return MeasurementFile(kind, record, *interpret(kind, record["result"]))
+
+
+def interpret(kind: type[Measurement], result: dict[str, Any]) -> tuple[Reading, tuple[ClaimLine, ...]]:
+    """What is said of a measurement's numbers, as its file holds them."""
+    advise({kind.name: result}, "")  # the advice of all measurements must not fail
+    return kind.reading(result), tuple(kind.claims(result))
 
 
 @contextmanager
@@ -265,7 +269,7 @@ def write(
     run = folder.manifest()
     found = read(folder)
     results = {finding.kind.name: finding.record["result"] for finding in found if finding.reading is not None}
-    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"], run["text_name"])
+    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"])
     claims = [*(claim for finding in found for claim in finding.claims), *ELSEWHERE]
     drawn = {} if drawn is None else drawn
     for finding in found:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import InputError
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import with_random_weights
 from kvkeep.models.tokenization import Writer
+from kvkeep.result_files import finite
 from kvkeep_lab.analysis.job import AnalysisJob, find, left, words
 from kvkeep_lab.analysis.measure import AttentionRows, Context, Measurement, Mlp, Skipped, Subject
-from kvkeep_lab.analysis.report import AnalysisFolder
+from kvkeep_lab.analysis.report import AnalysisFolder, interpret
 from kvkeep_lab.analysis.walk import look, walk
 
 Record: TypeAlias = dict[str, Any]
@@ -31,6 +35,11 @@ OnStage: TypeAlias = Callable[[str, float], object]
 OnRecord: TypeAlias = Callable[[Sequence[type[Measurement]], float | None], object]
 """Called after each record is written, with the measurements that are left and the seconds that these will take, about;
 ``None`` while nobody knows."""
+
+_NO_NUMBER = (
+    "What the model computes on this text is no number (NaN). Often the dtype is too narrow for the model: choose "
+    "another with --dtype."
+)
 
 
 def run(
@@ -72,8 +81,8 @@ class Pace:
         self._seconds, self._effort = 0.0, 0
 
     def add(self, kind: type[Measurement], record: Record) -> None:
-        """Count a finished measurement."""
-        if "seconds" in record:
+        """Count a finished measurement, unless it only reads the walk: that is over when the first runs begin."""
+        if kind.effort and "seconds" in record:
             self._seconds, self._effort = self._seconds + record["seconds"], self._effort + kind.effort
 
     def seconds(self, waiting: Sequence[type[Measurement]]) -> float | None:
@@ -117,15 +126,23 @@ class _Audience:
 
     def rows(self, rows: AttentionRows) -> None:
         """Pass rows to all readers of attention."""
+        self._check("attention", rows.weights)
         for made in self._of("attention"):
             with made.working():
                 made.measurement.rows(rows)
 
     def mlp(self, mlp: Mlp) -> None:
         """Pass tokens to all readers of MLP blocks."""
+        self._check("mlp", mlp.residual, mlp.output)
         for made in self._of("mlp"):
             with made.working():
                 made.measurement.mlp(mlp)
+
+    def _check(self, part: str, *shown: Tensor) -> None:
+        """Skip the readers of a part whose numbers are none: many of theirs would be finite, and mean nothing."""
+        if not all(bool(tensor.sum(dtype=torch.float64).isfinite()) for tensor in shown):
+            for made in self._of(part):
+                made.reason = _NO_NUMBER
 
     def _of(self, part: str) -> list[_Made]:
         return [made for made in self.readers if part in made.measurement.reads and made.reason is None]
@@ -153,7 +170,8 @@ class Pass:
     ) -> None:
         seen = self._anatomy = look(writer.model, int(tokens[0]))
         said = words(writer.checkpoint, tokens)
-        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed)
+        windows = tuple(windows_of(writer.model.config).values())
+        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed, windows)
         self._subject = Subject(writer, tokens, seed, lambda: with_random_weights(writer, seed))
         self._on_stage = on_stage
 
@@ -237,9 +255,27 @@ def _finished(made: _Made, drawn: _Made | None = None) -> Record:
         with made.working():
             result = made.measurement.result()
             if drawn is not None:
+                if drawn.reason:
+                    raise Skipped(f"With random weights, its control: {drawn.reason}")
                 result["random"] = drawn.measurement.result()
+            _check_numbers(type(made.measurement), result)
     outcome = {"skipped": made.reason} if made.reason else {"result": result}
     return _record(type(made.measurement), {**outcome, "seconds": round(made.seconds, 3)})
+
+
+def _check_numbers(kind: type[Measurement], result: dict[str, Any]) -> None:
+    """Check that a result that holds NaN or infinity has the numbers that its reading needs.
+
+    Raises:
+        Skipped: it lacks one. Its file would look as if it was damaged, however often it is measured again.
+    """
+    try:
+        json.dumps(result, allow_nan=False)
+    except ValueError:
+        try:
+            interpret(kind, finite(result))
+        except TypeError as error:
+            raise Skipped(_NO_NUMBER) from error
 
 
 def _record(kind: type[Measurement], outcome: dict[str, Any]) -> Record:

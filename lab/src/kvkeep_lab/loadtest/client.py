@@ -15,7 +15,11 @@ from kvkeep.errors import InputError
 _LAST_PORT = 65535
 _LONGEST = 300
 """Characters of a message of the server that are shown."""
+_MOST = 10**12
+"""Tokens that a server may claim; sums of them stay numbers that a float holds."""
 _CHAT, _TEXT = "/chat/completions", "/completions"
+_REASONING = ("reasoning_content", "reasoning")
+"""Names under which servers send what a model writes before its answer; DeepSeek's and vLLM's older and newer one."""
 
 
 @dataclass
@@ -24,7 +28,7 @@ class RequestOutcome:
 
     Attributes:
         planned, sent: when it was to be sent, and when it was.
-        times: of the pieces of its text.
+        times: of the pieces of its text and of its reasoning.
         ended: when the answer was complete.
         prompt_tokens, new_tokens, cached_tokens: as the server counts them; ``None`` if it does not.
         text: of the answer.
@@ -94,6 +98,11 @@ class Target:
         return {"model": self.model, **asked, "max_tokens": new_tokens, **stream, **self.extra}
 
 
+def whole(text: str) -> str:
+    """A text with its characters of two halves put together, and a mark for every half alone, which cannot be sent."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def base_url(text: str) -> str:
     """The base URL of a server, with ``/v1`` at its end.
 
@@ -125,7 +134,7 @@ async def model_of(target: Target) -> str:
         raise InputError(f"{target.url} asks for another API key: give `api_key`.")
     try:
         return str(answer.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(
             f"{target.url}/models names no model (status {answer.status_code}). Give `model`, or another URL."
         ) from error
@@ -156,14 +165,18 @@ async def ask(
             raise BrokenAnswerError("no text")
     except BrokenAnswerError as error:
         found.error, found.detail = str(error), error.detail
-    except httpx.TimeoutException:
-        found.error = "timeout"
-    except httpx.ConnectError:
-        found.error = "no connection"
-    except httpx.HTTPError:
-        found.error = "connection lost"
+    except httpx.HTTPError as error:
+        found.error = failure(error)
     found.ended = time.perf_counter()
+    found.text = whole(found.text)  # a server may split a character over two pieces
     return found
+
+
+def failure(error: httpx.HTTPError) -> str:
+    """The kind of a failure to reach the server, or to hear its whole answer."""
+    if isinstance(error, httpx.TimeoutException):
+        return "timeout"
+    return "no connection" if isinstance(error, httpx.ConnectError) else "connection lost"
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -194,7 +207,7 @@ def _shown(body: str) -> str:
         said = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
         said = body
-    return " ".join(said.split())[:_LONGEST]
+    return whole(" ".join(said.split())[:_LONGEST])
 
 
 def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:
@@ -207,13 +220,26 @@ def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:
         raise BrokenAnswerError("error in the stream", _shown(json.dumps(piece)))
     try:
         for choice in piece.get("choices") or ():
-            text = (choice.get("delta") or {}).get("content") if "delta" in choice else choice.get("text")
-            if text:
+            delta = choice.get("delta") or {}
+            text = delta.get("content") if "delta" in choice else choice.get("text")
+            if text or any(delta.get(name) for name in _REASONING):  # the server counts the tokens of both
                 found.times.append(time.perf_counter())
-                found.text += text
+            found.text += text or ""
         if usage := piece.get("usage"):
-            found.prompt_tokens, found.new_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            found.prompt_tokens, found.new_tokens = _tokens(usage["prompt_tokens"]), _tokens(usage["completion_tokens"])
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            found.cached_tokens = None if cached is None else int(cached)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+            found.cached_tokens = None if cached is None else _tokens(cached)
+    except (TypeError, ValueError, ArithmeticError, KeyError, AttributeError) as error:
         raise BrokenAnswerError("no chunk of OpenAI's API in the stream") from error
+
+
+def _tokens(number: Any) -> int:
+    """A server's number of tokens.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is none.
+    """
+    tokens = int(number)
+    if not 0 <= tokens <= _MOST:
+        raise ValueError(f"{tokens} is no number of tokens")
+    return tokens

@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ _WORDS = (
     *("red", "old", "small", "warm", "quiet", "long", "ran", "saw", "made", "found", "took", "gave"),
 )
 """Words that most tokenizers know as one token each."""
-_PREFIX_SEED = 2**32
+_PREFIX_SEED = _WARMUP_SEED = 2**32
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,14 @@ class Load:
             raise InputError(f"`rate={self.rate:g}` is no rate: give requests per second, or inf for all at once.")
         if not 0 <= self.prefix_tokens <= 10**7:
             raise InputError(f"`prefix_tokens={self.prefix_tokens}` is outside 0 … 10000000.")
+
+    def warmup(self, requests: int) -> Load:
+        """So many requests like these, all at once. Their texts are others: a prefix cache would keep a file's."""
+        lines = tuple(
+            line if line.text is None else replace(line, text=None, prompt_tokens=len(line.text.split()))
+            for line in self.lines
+        )
+        return replace(self, requests=requests, rate=math.inf, seed=self.seed + _WARMUP_SEED, turns=1, lines=lines)
 
 
 def arrivals(load: Load) -> list[Arrival]:

@@ -8,14 +8,18 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import httpx
 
-from kvkeep_lab.loadtest.client import RequestOutcome, Target, ask
+from kvkeep_lab.loadtest.client import RequestOutcome, Target, ask, failure
 from kvkeep_lab.loadtest.percentiles import spread
 from kvkeep_lab.loadtest.plan import Arrival
+
+_DELETE_S = 10.0
+"""Longest wait for a session to be deleted, also after Ctrl-C."""
 
 
 async def send(
@@ -44,7 +48,9 @@ async def send(
                 outcomes.append(outcome)
                 ended(outcome)
 
-        await asyncio.gather(*(talk(arrival) for arrival in arrivals))
+        async with asyncio.TaskGroup() as talks:  # after Ctrl-C it waits until each has deleted its session
+            for arrival in arrivals:
+                talks.create_task(talk(arrival))
     return outcomes
 
 
@@ -66,25 +72,33 @@ async def _conversation(
 async def _session(
     client: httpx.AsyncClient, target: Target, arrival: Arrival, planned: float
 ) -> AsyncIterator[RequestOutcome]:
-    """The turns of a session of kvkeep, which is deleted afterwards."""
+    """The turns of a session of kvkeep, which is deleted at the end, whatever ends it."""
     name = f"bench-{secrets.token_hex(8)}"
     own = replace(target, extra={**target.extra, "session_id": name})
+    sent = time.perf_counter()  # the first turn waits for its session, so a slow server is no late client
     try:
-        made = await client.post(f"{target.url}/sessions", json={"id": name})
-        if made.status_code != 201:
-            yield RequestOutcome(
-                planned, time.perf_counter(), ended=time.perf_counter(), error=f"status {made.status_code}"
-            )
+        if (error := await _refused(client, target, name)) is not None:
+            yield RequestOutcome(planned, sent, ended=time.perf_counter(), error=error)
             return
-        for turn in arrival.turns:
+        for number, turn in enumerate(arrival.turns):
             found = await ask(client, own, [{"role": "user", "content": turn.text}], turn.new_tokens, planned)
+            found.sent = found.sent if number else sent
             yield found
             if found.error is not None:
-                break
+                return
             planned = time.perf_counter()
-        await client.delete(f"{target.url}/sessions/{name}")
-    except httpx.HTTPError:
-        yield RequestOutcome(planned, time.perf_counter(), ended=time.perf_counter(), error="connection lost")
+    finally:
+        with suppress(httpx.HTTPError):  # the answers are there, whatever becomes of their session
+            await client.delete(f"{target.url}/sessions/{name}", timeout=min(_DELETE_S, target.timeout_s))
+
+
+async def _refused(client: httpx.AsyncClient, target: Target, name: str) -> str | None:
+    """Make a session. Return the kind of the failure; ``None`` if it was made."""
+    try:
+        made = await client.post(f"{target.url}/sessions", json={"id": name})
+    except httpx.HTTPError as error:
+        return failure(error)
+    return None if made.status_code == 201 else f"status {made.status_code}"
 
 
 # The numbers of a run.

@@ -122,13 +122,24 @@ def top_share(values: Float[Tensor, "*rows n"], share: float) -> Float[Tensor, "
     return values.topk(k, dim=-1).values.sum(dim=-1) / values.sum(dim=-1).clamp(min=1e-300)
 
 
-def uniform_mass(n: int) -> Float[Tensor, " n"]:
-    """Column sums of uniform causal attention: ``H_n - H_j`` for ``j = 0 … n - 1``.
+def uniform_mass(n: int, windows: Sequence[int | None]) -> Float[Tensor, "L n"]:
+    """Column sums of uniform causal attention, per layer: ``H_n - H_j`` for ``j = 0 … n - 1`` without a window.
 
     They are also the expected column sums under exchangeable logits.
+
+    Args:
+        n: number of rows and of keys.
+        windows: of the layers, see `Context.windows`.
     """
-    per_row = 1.0 / torch.arange(1, n + 1, dtype=torch.float64)
-    return per_row.flip(0).cumsum(0).flip(0)
+    return torch.stack([_uniform_mass(n, n if window is None else min(window, n)) for window in windows])
+
+
+def _uniform_mass(n: int, window: int) -> Float[Tensor, " n"]:
+    """The sums for one layer: key ``j`` gets a part of each of the rows ``j … j + window - 1``."""
+    per_row = 1.0 / torch.arange(1, n + 1, dtype=torch.float64).clamp(max=window)
+    left = per_row.flip(0).cumsum(0).flip(0)  # of all rows from j on
+    left[: n - window] -= left[window:].clone()
+    return left
 
 
 def jaccard(one: Tensor, other: Tensor) -> Float[Tensor, "..."]:

@@ -39,6 +39,7 @@ class Cooccurrence(Measurement):
     source: ClassVar[str] = "H2O, Figure 2b"
     title: ClassVar[str] = "Heavy hitters are words that occur together with many others"
     reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+    VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 2 * WINDOW
 
     def __init__(self, context: Context) -> None:
@@ -54,7 +55,7 @@ class Cooccurrence(Measurement):
         """Correlations over the kinds of tokens with enough occurrences, for all layers together and for each."""
         tokens = self.context.tokens
         mass, _, counts = by_kind(self._mass, tokens)
-        level, _, _ = by_kind(stats.uniform_mass(len(tokens)), tokens)
+        level, _, _ = by_kind(stats.uniform_mass(len(tokens), self.context.windows).sum(dim=0), tokens)
         often = counts >= FEWEST
         others = cooccurrences(tokens, WINDOW)[often]
         n, level, total = counts[often].double(), level[often], mass.sum(dim=0)[often]

@@ -1,8 +1,9 @@
 """Entropy of attention rows by row number, with and without AhaKV's gain, compared with that of Gaussian logits.
 
 For Gaussian logits of variance σ² a row of ``i`` keys has an entropy of about ln i - σ²/2, and under a gain g of about
-ln i - g²σ²/2. The paper's Equation 8 has d/2 in place of σ²/2, for unscaled logits; ordinary attention divides by √d
-first. Here σ² is measured in each row, as the variance of the scaled logits.
+ln i - g²σ²/2. Under a sliding window i is the number of keys that the row sees. The paper's Equation 8 has d/2 in place
+of σ²/2, for unscaled logits; ordinary attention divides by √d first. Here σ² is measured in each row, as the variance
+of the scaled logits.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Entropy(Measurement):
     source: ClassVar[str] = "AhaKV, Equations 6-12"
     title: ClassVar[str] = "Attention flattens as the text grows"
     reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+    VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 128
 
     def __init__(self, context: Context) -> None:
@@ -79,7 +81,7 @@ class Entropy(Measurement):
         self._k = budgets.from_ratio(KEEP_RATIO, n)
         step = max(1, (n - FIRST_ROW) // SAMPLES)
         self._rows = torch.arange(FIRST_ROW, n, step)
-        self._found = torch.full((context.n_layers, len(self._rows), 4), torch.nan, dtype=torch.float64)
+        self._found = torch.full((context.n_layers, len(self._rows), 5), torch.nan, dtype=torch.float64)
 
     def rows(self, rows: AttentionRows) -> None:
         """Measure the sampled rows of the block."""
@@ -90,12 +92,14 @@ class Entropy(Measurement):
         logits, seen = rows.logits[:, at], (rows.logits[:, at] > -torch.inf).sum(dim=-1).double()
         gain = gains(self._rows[here].double() + 1, self._k)
         sharpened = (logits * gain[:, None].float()).softmax(dim=-1)
-        half = variance(logits) / 2
+        sigma2 = variance(logits)
+        half = sigma2 / 2
         found = [
             entropies(rows.weights[:, at]),
             seen.log() - half,
             entropies(sharpened),
             seen.log() - gain.square() * half,
+            sigma2,
         ]
         self._found[rows.layer, here] = torch.stack([value.mean(dim=0) for value in found], dim=-1)
 
@@ -105,10 +109,10 @@ class Entropy(Measurement):
     def result(self) -> Result:
         """Curves over ln i, slopes, and the errors of formula and target in the second half of the text."""
         i = self._rows.double() + 1
-        entropy, formula, gained, gained_formula = self._found.unbind(dim=-1)
+        entropy, formula, gained, gained_formula, variances = self._found.unbind(dim=-1)
         late = i > i[-1] / 2
         off = (formula - entropy)[:, late].mean(dim=1)
-        sigma2 = 2 * (i.log() - formula)[:, late].mean(dim=1)
+        sigma2 = variances[:, late].mean(dim=1)
         return {
             "k": self._k,
             "curves": self._curves(i, int(sigma2.argmin())),

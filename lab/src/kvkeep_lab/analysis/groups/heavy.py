@@ -39,6 +39,7 @@ class MassByRank(Measurement):
     source: ClassVar[str] = "H2O, Figures 2b and 10"
     title: ClassVar[str] = "A few heavy hitters collect most of the attention"
     reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+    VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 64
 
     def __init__(self, context: Context) -> None:
@@ -63,7 +64,7 @@ class MassByRank(Measurement):
             "top_5_percent": sum(shares["5%"]) / len(shares["5%"]),
             "tokens": shares,
             "tokens_but_first": _shares(sums[..., 1:]),
-            "uniform": _shares(stats.uniform_mass(len(tokens))[None, None]),
+            "uniform": _shares(stats.uniform_mass(len(tokens), self.context.windows)[:, None]),
             "kinds": _law(total),
             "kinds_but_first": _law(later.sum(dim=0)),
             "kinds_by_layer": [_law(layer) for layer in kinds],
@@ -90,8 +91,8 @@ class MassByRank(Measurement):
     @classmethod
     def reading(cls, result: Result) -> Reading:
         """Agrees if the line is straight and the heaviest fifth holds clearly more than under uniform attention."""
-        law, held, level = result["kinds"], result["tokens"]["20%"], result["uniform"]["20%"][0]
-        mean, need = sum(held) / len(held), result["tokens"]["for"]["90%"]
+        law, held, even = result["kinds"], result["tokens"]["20%"], result["uniform"]["20%"]
+        mean, level, need = sum(held) / len(held), sum(even) / len(even), result["tokens"]["for"]["90%"]
         slope = (
             "no line could be fitted"
             if law["fit"] is None
@@ -123,10 +124,10 @@ class MassByRank(Measurement):
 
 
 def _verdict(result: Result) -> Verdict:
-    fit, held, level = result["kinds"]["fit"], result["tokens"]["20%"], result["uniform"]["20%"][0]
+    fit, held, even = result["kinds"]["fit"], result["tokens"]["20%"], result["uniform"]["20%"]
     if result["n_kinds"] < FEWEST_KINDS or fit is None:
         return "cannot tell"
-    clear = sum(share > level + CLEAR for share in held) > len(held) / 2
+    clear = sum(share > level + CLEAR for share, level in zip(held, even, strict=True)) > len(held) / 2
     return "agree" if clear and fit["r2"] >= STRAIGHT else "differ"
 
 

@@ -54,6 +54,7 @@ class PositionBias(Measurement):
     source: ClassVar[str] = "H2O, Appendix B.2"
     title: ClassVar[str] = "Accumulated attention favours early tokens, and averaging it does not help"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
+    VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 128
     effort: ClassVar[int] = 28
 
@@ -77,7 +78,7 @@ class PositionBias(Measurement):
             "budget": max(1, int(BUDGET * length)),
             "kept": kept,
             "mass": mass_by_place(totals.mass, BINS),
-            "uniform": _in_bins(stats.uniform_mass(length), BINS),
+            "uniform": _in_bins(stats.uniform_mass(length, self.context.windows).mean(dim=0), BINS),
             "loss": losses,
             "loss_window": short.shape[1],
         }

@@ -1,7 +1,8 @@
 """Positions of the tokens that policies keep of a prompt, and the dependence of scores on position (AhaKV).
 
 Under iid logits the expected accumulated attention of token ``j`` of ``n`` is H_n - H_{j-1} (H: harmonic numbers). This
-curve falls although no token is worth more than another. It is drawn with the measured ones.
+curve falls although no token is worth more than another. It is drawn with the measured ones. In a layer with a sliding
+window it falls over the first and the last window alone.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Retained(Measurement):
     source: ClassVar[str] = "AhaKV, Figures 2a-c, 5 and 6"
     title: ClassVar[str] = "Accumulated scores keep the beginning of a prompt"
     reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+    VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 256
     panels: ClassVar[int] = 2
 
@@ -116,7 +118,7 @@ class Retained(Measurement):
             for name in ("h2o", "ahakv")
         }
         curves["h2o, one head"] = self._prompts["h2o"][middle].score()[0].double()
-        curves["iid logits"] = uniform_mass(n)
+        curves["iid logits"] = uniform_mass(n, self.context.windows).mean(dim=0)
         return {name: in_bins(curve / curve.mean(), min(CURVE_BINS, n)).tolist() for name, curve in curves.items()}
 
     @classmethod
@@ -126,9 +128,9 @@ class Retained(Measurement):
         return Reading(
             paper="Of 3 600 tokens H2O keeps hardly any beyond position 1 500 except the recent ones; those of "
             "AhaKV are spread over the whole prompt (Figure 2c).",
-            here=f"In the last {percent(1 - LATE)} of the text H2O chooses {show(h2o['late'])} times as many tokens as "
-            f"an even spread would, AhaKV {show(ahakv['late'])} times; the distances from an even spread are "
-            f"{show(h2o['ks'])} and {show(ahakv['ks'])}.",
+            here=f"In the last {percent(1 - LATE)} of the text before its recent tokens H2O chooses "
+            f"{show(h2o['late'])} times as many tokens as an even spread would, AhaKV {show(ahakv['late'])} times; the "
+            f"distances from an even spread are {show(h2o['ks'])} and {show(ahakv['ks'])}.",
             meaning=_meaning(result["policies"]),
             verdict=_verdict(h2o, ahakv),
         )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json as jsons
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import IO, Any
 
 import typer
 
@@ -15,7 +14,7 @@ from kvkeep.cli import console
 from kvkeep.errors import InputError, three_digits
 from kvkeep.result_files import in_full
 from kvkeep_lab.cli.bench_server.options import BenchServerOptions
-from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of
+from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of, whole
 from kvkeep_lab.loadtest.percentiles import SHARES
 from kvkeep_lab.loadtest.plan import Lengths, Load, arrivals, read_lines
 from kvkeep_lab.loadtest.running import send, summary
@@ -58,50 +57,102 @@ def run(target: Target, load: Load, *, sessions: bool, warmup: int, output: str 
     """Load a server and print its numbers.
 
     Raises:
-        InputError: the server does not answer, or the output cannot be written.
+        InputError: the server does not answer, or the output cannot be written; the numbers are printed all the same
+            if it is full.
         typer.Exit: not one request was answered.
     """
     with ExitStack() as open_ones:
-        file = None if output is None else open_ones.enter_context(_opened(output))
-        found, outcomes = asyncio.run(_measured(target, load, sessions=sessions, warmup=warmup))
-        if file is not None:
-            file.writelines(_line(outcome) for outcome in outcomes)
+        rows = None if output is None else open_ones.enter_context(RowFile(output))
+        found = asyncio.run(_measured(target, load, sessions=sessions, warmup=warmup, rows=rows))
     if json:
         console.write_json(found)
     else:
         _show(found)
+    if rows is not None:
+        rows.check()
     if not found["completed"]:
         raise typer.Exit(1)
 
 
-async def _measured(
-    target: Target, load: Load, *, sessions: bool, warmup: int
-) -> tuple[dict[str, Any], Sequence[RequestOutcome]]:
-    """The numbers of a run, and its outcomes in the order in which they ended."""
-    target = replace(target, model=target.model or await model_of(target))
+class RowFile:
+    """A file with a line of JSON about each request, written as soon as the request has ended.
+
+    An older file at the path keeps its lines until `begin`: a wrong URL does not empty it.
+
+    Args:
+        path: the file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = self._opened("a")
+        self._error: OSError | None = None
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(OSError):  # the rest of a line that did not fit, which `check` reports
+            self._file.close()
+
+    def begin(self) -> None:
+        """Empty the file.
+
+        Raises:
+            InputError: it cannot be written any more.
+        """
+        before, self._file = self._file, self._opened("w")
+        before.close()  # not earlier: the reader of a pipe would take that for the end
+
+    def add(self, outcome: RequestOutcome) -> None:
+        """Write the line of a request. After a failure nothing more is written: the run's numbers are worth more."""
+        if self._error is None:
+            line = {name: value for name, value in asdict(outcome).items() if name != "text"}
+            try:
+                self._file.write(jsons.dumps(line) + "\n")
+                self._file.flush()
+            except OSError as error:
+                self._error = error
+
+    def check(self) -> None:
+        """Raise what went wrong.
+
+        Raises:
+            InputError: not every line could be written.
+        """
+        if self._error is not None:
+            raise InputError(
+                f"{self._path} lacks requests: {self._error.strerror}. The printed numbers count all of them."
+            ) from self._error
+
+    def _opened(self, mode: str) -> IO[str]:
+        try:
+            return in_full(self._path).open(mode, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{self._path} cannot be written: {error.strerror}.") from error
+
+
+async def _measured(target: Target, load: Load, *, sessions: bool, warmup: int, rows: RowFile | None) -> dict[str, Any]:
+    """The numbers of a run. The file gets its outcomes in the order in which they end."""
+    target = replace(target, model=whole(target.model or await model_of(target)))
     if warmup:
         console.progress(f"warming up {target.model} …")
-        before = replace(load, requests=warmup, rate=float("inf"), seed=load.seed + 2**32, turns=1)
-        await send(target, arrivals(before), sessions=sessions)
+        await send(target, arrivals(load.warmup(warmup)), sessions=sessions)
     planned = arrivals(load)
     console.progress(f"sending {console.count(load.requests, 'request')} within {planned[-1].at:.0f} s …")
-    outcomes = await send(target, planned, sessions=sessions)
+    if rows is None:
+        outcomes = await send(target, planned, sessions=sessions)
+    else:
+        rows.begin()
+        outcomes = await send(target, planned, sessions=sessions, ended=rows.add)
     start, end = min(outcome.planned for outcome in outcomes), max(outcome.ended for outcome in outcomes)
     settings = {name: value for name, value in asdict(load).items() if name != "lines"}
     settings |= {"rate": str(load.rate)} if load.rate == float("inf") else {}
     asked = {"url": target.url, "model": target.model, "chat": target.chat, "sessions": sessions, "warmup": warmup}
-    return {**asked, "load": settings, **summary(outcomes, seconds=end - start)}, outcomes
-
-
-def _line(outcome: RequestOutcome) -> str:
-    return jsons.dumps({name: value for name, value in asdict(outcome).items() if name != "text"}) + "\n"
-
-
-def _opened(path: str) -> Any:
-    try:
-        return in_full(path).open("w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}.") from error
+    return {**asked, "load": settings, **summary(outcomes, seconds=end - start)}
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -110,7 +161,8 @@ def _show(found: dict[str, Any]) -> None:
     rate = found["load"]["rate"]
     pace = "all at once" if rate == "inf" else f"{rate:g}/s"
     many = console.count(found["requests"], "request")
-    out.print(f"{found['model']} at {found['url']}: {many}, {pace}, in {found['seconds']:.1f} s", soft_wrap=True)
+    model = console.visible(found["model"])  # the server's word: it must not steer the terminal
+    out.print(f"{model} at {found['url']}: {many}, {pace}, in {found['seconds']:.1f} s", soft_wrap=True)
     columns = ("mean", *(f"p{share:g}" for share in SHARES), "max")
     table = console.table("", *columns)
     for column in table.columns[1:]:
