@@ -133,7 +133,7 @@ async def model_of(target: Target) -> str:
     if answer.status_code in (401, 403):
         raise InputError(f"{target.url} asks for another API key: give `api_key`.")
     try:
-        return str(answer.json()["data"][0]["id"])
+        return whole(str(answer.json()["data"][0]["id"]))  # it is sent back
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(
             f"{target.url}/models names no model (status {answer.status_code}). Give `model`, or another URL."
