@@ -50,13 +50,15 @@ def whole(tmp_path):
     return path.read_bytes()
 
 
-def test_a_second_job_on_one_output_is_refused(tmp_path):
+def test_a_second_job_on_one_output_is_refused(tmp_path, monkeypatch):
     source, target = write(tmp_path / "in.jsonl", {"prompt": "Hello"}), tmp_path / "out.jsonl"
     with OutputFile.open(target):
         second = run("-i", source, "-o", target, "--budget", 20)
         assert (second.exit_code, f"Another run is writing to {target}" in second.said) == (2, True), second.said
         assert target.read_bytes() == b""
-    assert run("-i", source, "-o", target, "--budget", 20, "-n", 2).exit_code == 0
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves ~ alone behind --output=
+    assert run("-i", source, "-o", "~/out.jsonl", "--budget", 20, "-n", 2).exit_code == 0
+    assert target.read_bytes()
 
 
 def open_and_die(target):

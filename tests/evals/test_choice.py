@@ -103,6 +103,13 @@ def test_the_format_of_llm_adapters(name, tmp_path):
     assert choice.questions(name, str(tmp_path)) == [choice.Choice(*ROWS[name][1:])]
 
 
+def test_a_question_of_llm_adapters_may_have_a_colon(tmp_path):
+    row = {**ADAPTED["piqa"], "instruction": ADAPTED["piqa"]["instruction"].replace("Run", "To win: run")}
+    (tmp_path / "piqa.json").write_text(json.dumps([row]))
+    (found,) = choice.questions("piqa", str(tmp_path))
+    assert set(found.contexts) == {"Question: To win: run\nAnswer:"}
+
+
 @pytest.mark.parametrize(
     "options",
     ["['a ) 2', 'b ) 1 , 000', 'c ) 5 cm']", "a)2,b)1 , 000,c)5 cm", "a ) a ) 2 , b ) b ) 1 , 000 , c ) c ) 5 cm"],
