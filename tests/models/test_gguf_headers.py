@@ -178,8 +178,11 @@ _LINEAR = {
     "full_attention_interval": 4,
     "rope__dimension_count": 4,
     "rope__dimension_sections": [1, 1, 0, 0],
-    **{"ssm__conv_kernel": 4, "ssm__state_size": 8, "ssm__group_count": 2},
-    **{"ssm__time_step_rank": 4, "ssm__inner_size": 24},
+    "ssm__conv_kernel": 4,
+    "ssm__state_size": 8,
+    "ssm__group_count": 2,
+    "ssm__time_step_rank": 4,
+    "ssm__inner_size": 24,
 }
 
 
