@@ -31,6 +31,8 @@ import kvkeep
 from kvkeep.backends import QuantizedTensor, layer_ops
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed
+from kvkeep.models import fused_decoder, fused_layers
+from kvkeep.models.attention import PaddingMask
 from kvkeep.models.fused_decoder import fuse_decoder
 from kvkeep.models.fused_layers import FusedLayer, parts_of, repeatable
 from kvkeep.types import AttentionOptions
@@ -580,11 +582,20 @@ def test_a_step_without_angles_or_with_other_attention_is_the_classes_own():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_one_trial_is_enough_for_layers_that_differ_in_their_weights_alone(name, monkeypatch):
+    tried, honest = [], fused_layers._tried
+    monkeypatch.setattr(fused_layers, "_tried", lambda *args: (tried.append(args[0]), honest(*args))[1])
+    model, _ = fused_copy(made(name, num_hidden_layers=3))
+    assert sum(isinstance(part, FusedLayer) for part in model.modules()) == 3
+    assert len(tried) == 1
+
+
 def test_a_layer_that_attends_twice_stays():
     class Twice(LlamaAttention):
-        def forward(self, *args, **kwargs):
-            super().forward(*args, **kwargs)
-            return super().forward(*args, **kwargs)
+        def forward(self, hidden_states, position_embeddings=None, **kwargs):
+            super().forward(hidden_states, position_embeddings, **kwargs)
+            return super().forward(hidden_states, position_embeddings, **kwargs)
 
     plain = made(num_hidden_layers=1)
     plain.model.layers[0].self_attn.__class__ = Twice
@@ -608,3 +619,10 @@ def test_a_decoder_with_other_parts_than_when_it_was_fused_runs_its_layers_one_b
     plain.model.more, model.model.more = nn.Identity(), nn.Identity()
     torch.testing.assert_close(steps(model, tokens=2), steps(plain, tokens=2), rtol=0, atol=2e-5)
     assert counted == {"before": 4, "behind": 4, "whole": 0}
+
+
+def test_masks_of_several_kinds_of_layers_are_plain_if_each_is():
+    plain, padded = PaddingMask(None, 0, 0, None), PaddingMask(torch.tensor([[False, True]]), 0, 0, None)
+    cache = kvkeep.BoundedCache(made().config, "h2o", 8)
+    for masks, wanted in (({"a": plain, "b": plain}, True), ({"a": plain, "b": padded}, False), ({"a": None}, False)):
+        assert fused_decoder._is_plain(masks, cache) is wanted
