@@ -1,5 +1,6 @@
 """Adapters that cannot be used: each gets one sentence that says what is wrong, and nothing is unpickled."""
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvkeep
+from kvkeep.backends import QuantizedTensor
 from kvkeep.models import adapters
 from kvkeep.models.load import quiet
+from kvkeep.models.quantized_weights import PACKED
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -181,3 +184,114 @@ def test_products_of_an_adapter_are_as_exact_as_with_peft(dtype):
         model, _ = kvkeep.load(model_folders.folder(), dtype=dtype, adapters={"a": adapter_folders.folder()})
     kinds = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" in name}
     assert kinds == {torch.float32}
+
+
+# Parts of it, on a model of two linear layers.
+
+
+def settings_refused(tmp_path, match, text=None, **settings):
+    (tmp_path / adapters.WEIGHTS).write_bytes(b"")
+    (tmp_path / adapters.CONFIG).write_text(text or json.dumps({"peft_type": "LORA", **settings}))
+    with pytest.raises(kvkeep.ModelFileError, match=match):
+        adapters.check_folders({"a": str(tmp_path)})
+
+
+def test_settings_are_refused_before_weights_are_read(tmp_path):
+    settings_refused(tmp_path, "is no JSON object", "[]")
+    settings_refused(
+        tmp_path, r"its training has changed \(init_lora_weights is 'PiSSA_niter_4'", init_lora_weights="PiSSA_niter_4"
+    )
+    settings_refused(tmp_path, "has bias='all' in its adapter_config.json, which kvkeep does not know", bias="all")
+    for name, value in {
+        "r": True,
+        "lora_alpha": float("nan"),
+        "modules_to_save": [1],
+        "rank_pattern": {"q": "2"},
+    }.items():
+        settings_refused(tmp_path, f"has {name}=.* which is no value for it", **{name: value})
+    passing = {"init_lora_weights": True, "bias": "none", "layer_replication": None, "lora_alpha": 2.5, "r": 4}
+    (tmp_path / adapters.CONFIG).write_text(json.dumps({"peft_type": "LORA", **passing}))
+    adapters.check_folders({"a": str(tmp_path)})
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.fixture
+def two():
+    """A model with an adapter of its body and another head, each with random weights."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = Two().eval()
+    config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["head"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model, "own")
+    torch.nn.init.normal_(model.head.modules_to_save["own"].weight)
+    return model
+
+
+def test_adapters_that_somebody_else_switches_are_switched_back(two):
+    x, named = torch.randn(2, 4), adapters.NamedAdapters(two, {"a": "own"})
+    plain = two(x)
+    with named.activated("a"):
+        wanted = two(x)
+    assert not torch.equal(wanted, plain)
+    assert named.check()
+    two.body.enable_adapters(False)
+    assert not named.check()
+    assert named.check()  # told once
+    with named.activated("a"):
+        assert torch.equal(two(x), wanted)
+    two.body.scaling["own"] *= 2
+    assert not named.check()
+
+
+def test_a_merged_model_has_its_own_modules_and_computes_as_with_its_adapter(two):
+    x, named = torch.randn(2, 4), adapters.NamedAdapters(two, {"a": "own"})
+    named.activate("a")
+    wanted = two(x)
+    adapters._merge(two)
+    assert [type(two.body), type(two.head)] == [torch.nn.Linear] * 2
+    torch.testing.assert_close(two(x), wanted)
+    assert not hasattr(two, "peft_config")
+
+
+def test_weights_of_the_base_model_are_taken_out_of_an_adapter_if_they_are_the_models_own():
+    model, folder = Two(), "folder"
+    own = {"body.weight": model.body.weight.detach().clone(), "body.lora_A.weight": torch.ones(2, 4)}
+    adapters._check_base(model, folder, own, {})
+    assert own.keys() == {"body.lora_A.weight"}
+    whole = {"head.weight": torch.zeros(3, 4)}
+    adapters._check_base(model, folder, whole, {"modules_to_save": ["head"]})
+    assert whole.keys() == {"head.weight"}
+    for name, tensor in {
+        "body.weight": torch.zeros(4, 4),
+        "head.weight": torch.zeros(4, 3),
+        "tail.bias": torch.ones(1),
+    }.items():
+        with pytest.raises(kvkeep.ModelFileError, match=rf"brings weights of its own for the base model \({name}\)"):
+            adapters._check_base(model, folder, {name: tensor}, {})
+
+
+def test_quantized_weights_are_compared_as_they_are_rounded_and_unpacked_in_copies():
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    for bits in PACKED.values():
+        packed = QuantizedTensor.quantize(weight, bits)
+        assert adapters._equal(packed, weight)
+        assert not adapters._equal(packed, 1 - weight)
+    assert not adapters._equal(QuantizedTensor.blank((32, 64), 5, 32, torch.float32), torch.zeros(32, 64))
+    model = torch.nn.Module()
+    model.head = torch.nn.Module()
+    copies = {name: torch.nn.Linear(64, 32, bias=False) for name in ("own", "other")}
+    for copied in copies.values():
+        copied._parameters["weight"] = packed
+    model.head.modules_to_save = torch.nn.ModuleDict(copies)
+    adapters._unpack(model, "own")
+    assert type(copies["own"].weight) is torch.nn.Parameter
+    assert torch.equal(copies["own"].weight, packed.dequantize())
+    assert copies["other"].weight is packed

@@ -335,3 +335,10 @@ def test_variables_do_not_replace_the_conversation(name, tokenizer):
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(InputError, match=f"cannot be given the variable {name}"):
         chat_templates.fill(tokenizer, MESSAGES, variables={name: "x"})
+
+
+def test_a_template_process_that_gives_no_answer_is_said_to_have_no_end(tokenizer, monkeypatch):
+    tokenizer.chat_template = model_folders.TEMPLATE
+    monkeypatch.setattr(chat_templates, "_asked", lambda line: None)
+    with pytest.raises(chat_templates.EndlessTemplateError, match=r"it takes more than \d+ s or \d+ MiB"):
+        chat_templates.fill(tokenizer, MESSAGES)

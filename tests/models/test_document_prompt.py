@@ -15,7 +15,16 @@ from transformers import PreTrainedTokenizerFast
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization as openings
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.tokenization import SEPARATOR, Opening, check_system, encode, encode_chat, opened, opening_of
+from kvkeep.models.tokenization import (
+    SEPARATOR,
+    Opening,
+    check_system,
+    encode,
+    encode_chat,
+    encode_rest,
+    opened,
+    opening_of,
+)
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n\nIt is called café-1984, isn't it? 漢字 …  and so on"
 QUESTIONS = [
@@ -207,6 +216,42 @@ GOOD = asdict(Opening("a tail", 2))
 def test_data_that_are_no_opening(found):
     with pytest.raises(InputError, match="is no opening"):
         opening_of(found)
+
+
+def test_an_opening_of_other_types_is_none():
+    for change in ({"skip": -1}, {"tail": " "}, {"system": 7}, {"raw": "yes"}):
+        with pytest.raises(InputError, match="is no opening of a message"):
+            opening_of({**GOOD, **change})
+    assert opening_of({**GOOD, "system": None}) == Opening("a tail", 2)
+
+
+def test_an_effort_that_the_template_does_not_read_and_an_answer_that_calls_tools():
+    found, talk = checkpoint("bytes", "plain"), [{"role": "user", "content": "What?"}]
+    with pytest.raises(InputError, match="reasoning_effort has no effect: the chat template of tested does not read"):
+        encode_chat(found, talk, chat_template_kwargs={"reasoning_effort": "low"})
+    called = [*talk, {"role": "assistant", "content": "So", "tool_calls": [{"name": "f"}]}]
+    with pytest.raises(InputError, match="continue_final_message=True cannot be followed: the last message calls tool"):
+        encode_chat(found, called, continue_final_message=True)
+    hidden = checkpoint.__wrapped__("bytes", "plain")
+    hidden.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(InputError, match="the last message is not shown by the chat template"):
+        encode_chat(hidden, [*talk, {"role": "assistant", "content": "So"}], continue_final_message=True)
+    with pytest.raises(InputError, match=r"The text is empty\. Give some text"):
+        encode_rest(found, "")
+    assert encode_rest(found, "What?").shape[0] == 1
+
+
+def test_the_end_of_a_text_is_looked_at_anew_until_its_tokens_stay(monkeypatch):
+    found, text = checkpoint("bytes", "none"), "a " * 40
+    sizes = []
+    monkeypatch.setattr(openings, "_WINDOW", 2)
+    own = Opening._ids
+    monkeypatch.setattr(
+        Opening, "_ids", lambda self, *args, **more: (sizes.append(len(self.tail)), own(self, *args, **more))[1]
+    )
+    ids, opening = opened(found, text)
+    assert ids + opening.rest(found, "What?", ids) == together(found, text, "What?")
+    assert sizes[-1] > min(sizes)
 
 
 def test_a_skip_of_another_text_is_noticed():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,13 +24,18 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import kvkeep
 from kvkeep.backends import QuantizedTensor, layer_ops
 from kvkeep.backends.native import native
-from kvkeep.cache.hf_layers import handed
-from kvkeep.models.fused_layers import FusedLayer
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed
+from kvkeep.models import fused_decoder, fused_layers
+from kvkeep.models.attention import PaddingMask
+from kvkeep.models.fused_decoder import fuse_decoder
+from kvkeep.models.fused_layers import FusedLayer, parts_of, repeatable
+from kvkeep.types import AttentionOptions
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -508,3 +514,115 @@ def test_a_fused_layer_can_be_copied_and_used_by_several_threads():
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(steps, [model, twin] * 4):
             assert torch.equal(found, expected)
+
+
+# Single layers, outside of a model's steps.
+
+
+def layer_of(name="llama", **options):
+    """The fused layer of a model of one layer, and the plain one."""
+    plain = made(name, num_hidden_layers=1, **options)
+    found = [
+        [part for part in model.modules() if hasattr(part, "self_attn")] for model in (fused_copy(plain)[0], plain)
+    ]
+    (layer,), (own,) = found
+    assert isinstance(layer, FusedLayer)
+    return layer, own
+
+
+def test_a_layer_whose_parts_are_no_longer_fused_has_none():
+    layer, _ = layer_of("qwen3")
+    layer.self_attn.register_module("nothing", None)
+    assert parts_of(layer).heads == (layer.self_attn.q_norm, layer.self_attn.k_norm)
+    layer.self_attn.q_norm = nn.Identity()
+    assert parts_of(layer) is None
+    joined, _ = layer_of("phi3")
+    assert [part.out_features for part in parts_of(joined).qkv] == [64, 32, 32]
+    joined.self_attn.qkv_proj.out_features = 64  # all of it is the query's
+    assert parts_of(joined) is None
+
+
+def test_calls_belong_to_their_layer_and_its_groups_of_hooks():
+    layer, _ = layer_of()
+    calls = FusedLayer.calls(layer, 16)
+    assert calls.are_of(layer)
+    assert not calls.are_of(copy.copy(layer))
+    assert FusedLayer.calls(layer, 16) is calls
+    layer.mlp._forward_hooks = OrderedDict()
+    assert not calls.are_of(layer)
+    assert FusedLayer.calls(layer, 16).are_of(layer)
+
+
+def test_products_of_the_layers_own_are_its_feed_forward_layer():
+    layer, plain = layer_of("opt")
+    x = torch.randn(2, 1, 64)
+    with torch.inference_mode():
+        expected = plain.fc2(plain.activation_fn(plain.fc1(x)))
+        torch.testing.assert_close(parts_of(layer).feed_forward(x), expected)
+
+
+def test_only_plain_attention_with_a_scaling_is_repeated():
+    attention = layer_of()[0].self_attn
+    options = repeatable(attention, scaling=0.5, sliding_window=7, softcap=2.0)
+    assert options == AttentionOptions(0.5, window=7, softcap=2.0)
+    assert repeatable(attention, scaling=0.5, s_aux=torch.ones(4)) is None
+    assert repeatable(attention, scaling=0.5, output_attentions=True) is None
+    assert repeatable(attention) is None
+
+
+def test_a_step_without_angles_or_with_other_attention_is_the_classes_own():
+    layer, _ = layer_of()
+    cache = kvkeep.BoundedCache(layer.self_attn.config, "h2o", 8)
+    told, angles = {next(iter(CACHE_ARGUMENTS)): cache}, (torch.ones(1, 1, 16), torch.zeros(1, 1, 16))
+    x = torch.randn(1, 1, 64)
+    with torch.inference_mode():
+        assert FusedLayer._decode_step(layer, x, **told) is None
+        assert layer.self_attn.config._attn_implementation != "kvkeep"
+        assert FusedLayer._decode_step(layer, x, position_embeddings=angles, **told) is None
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_one_trial_is_enough_for_layers_that_differ_in_their_weights_alone(name, monkeypatch):
+    tried, honest = [], fused_layers._tried
+    monkeypatch.setattr(fused_layers, "_tried", lambda *args: (tried.append(args[0]), honest(*args))[1])
+    model, _ = fused_copy(made(name, num_hidden_layers=3))
+    assert sum(isinstance(part, FusedLayer) for part in model.modules()) == 3
+    assert len(tried) == 1
+
+
+def test_a_layer_that_attends_twice_stays():
+    class Twice(LlamaAttention):
+        def forward(self, hidden_states, position_embeddings=None, **kwargs):
+            super().forward(hidden_states, position_embeddings, **kwargs)
+            return super().forward(hidden_states, position_embeddings, **kwargs)
+
+    plain = made(num_hidden_layers=1)
+    plain.model.layers[0].self_attn.__class__ = Twice
+    assert not any(isinstance(part, FusedLayer) for part in fused_copy(plain)[0].modules())
+
+
+def test_a_decoder_without_layers_or_with_other_parts_is_none():
+    decoder = nn.Module()
+    decoder.embed_tokens, decoder.layers, decoder.norm, decoder.rotary_emb = (
+        nn.Embedding(3, 4),
+        nn.ModuleList(),
+        nn.LayerNorm(4),
+        nn.Identity(),
+    )
+    assert not fuse_decoder(decoder)
+    assert type(decoder) is nn.Module
+
+
+def test_a_decoder_with_other_parts_than_when_it_was_fused_runs_its_layers_one_by_one(counted):
+    plain, model = both()
+    plain.model.more, model.model.more = nn.Identity(), nn.Identity()
+    torch.testing.assert_close(steps(model, tokens=2), steps(plain, tokens=2), rtol=0, atol=2e-5)
+    assert counted == {"before": 4, "behind": 4, "whole": 0}
+
+
+def test_masks_of_several_kinds_of_layers_are_plain_if_each_is():
+    plain, padded = PaddingMask(None, 0, 0, None), PaddingMask(torch.tensor([[False, True]]), 0, 0, None)
+    cache = kvkeep.BoundedCache(made().config, "h2o", 8)
+    for masks, wanted in (({"a": plain, "b": plain}, True), ({"a": plain, "b": padded}, False), ({"a": None}, False)):
+        assert fused_decoder._is_plain(masks, cache) is wanted

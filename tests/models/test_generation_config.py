@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli.main import app
-from kvkeep.models.generation_config import KEPT, OWN, SAME_TEXT
+from kvkeep.models.generation_config import KEPT, OWN, SAME_TEXT, BannedTokens
 from kvkeep.models.load import quiet
 
 PROMPT = "the quick brown fox"
@@ -265,3 +265,17 @@ def test_a_generation_config_that_cannot_be_used_is_refused_before_weights_are_r
         result = generate(folder)
     assert result.exit_code == 2
     assert "generation_config.json cannot be used (eos_token_id is ['</s>'])" in " ".join(result.stderr.split())
+
+
+def test_bad_words_that_are_no_lists_of_tokens_are_refused():
+    def banned(words):
+        return BannedTokens.of(GenerationConfig(eos_token_id=1, bad_words_ids=words))
+
+    config = GenerationConfig(eos_token_id=1)
+    config.bad_words_ids = "ab"
+    with pytest.raises(kvkeep.InputError, match=r"bad_words_ids is 'ab'\. Give a list of lists of token ids"):
+        BannedTokens.of(config)
+    config.bad_words_ids = [[3], []]
+    with pytest.raises(kvkeep.InputError, match="bad_words_ids has a word without tokens"):
+        BannedTokens.of(config)
+    assert banned([[3], [5, 4], [1], [4, 5]]) == BannedTokens(frozenset({3}), frozenset(), ((4, 5), (5, 4)))

@@ -164,3 +164,12 @@ def test_threads_share_the_switch():
     other.join(120)
     assert seen == [True]
     assert not constants.HF_HUB_OFFLINE
+
+
+def test_what_the_cache_lacks_is_said_to_be_on_the_hub(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said = r"^The hub cannot be reached, and the local cache lacks a part of a/b, or it is damaged"
+    with pytest.raises(ModelFileError, match=said), files.cached_if_unreachable("a/b"):
+        raise ModelFileError("it has no tokenizer")
+    with pytest.raises(ModelFileError, match=r"^The hub cannot be reached: once$"), files.cached_if_unreachable("a/b"):
+        raise ModelFileError(f"{files.UNREACHABLE}: once")

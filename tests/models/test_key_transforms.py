@@ -221,3 +221,18 @@ def test_a_row_that_held_a_file_is_used_again_with_the_exponents_of_the_model(tm
     sampling = SamplingParams(max_new_tokens=NEW)
     engine.generate(Request(prompt=random_ids()[0, 20:24].tolist(), snapshot=held, sampling=sampling, ignore_end=True))
     assert engine.generate(request(1, 20))[0].token_ids == wanted
+
+
+def test_the_means_of_channels_count_where_no_reflection_takes_them_out():
+    draw = torch.Generator().manual_seed(0)
+
+    def exponents(dim):
+        keys = torch.randn(1, 1, 400, dim, generator=draw)
+        keys[..., 0] += 60.0
+        found = measuring._Observer(None)._transform(torch.randn(1, 1, 400, dim, generator=draw), keys)
+        assert found.normals.shape == (1, 1, int(dim == 8), dim)
+        return found.exponents[0, 0]
+
+    # two groups of 64 have offsets of their own, and a channel's mean is divided like its numbers
+    assert exponents(128)[0] - exponents(128)[1] == round(math.log2(60.0**2) / 4)
+    assert abs(exponents(8)[0] - exponents(8)[1]) < round(math.log2(60.0**2) / 4)

@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import kvkeep
+import kvkeep.models.load as loading
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.models import files, tiny
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import no_conversion_service
-from kvkeep.models.load import find, load, quiet, read_weights
+from kvkeep.models.load import find, load, quiet, read_config, read_weights
 from kvkeep.models.tiny import embedded
 
 
@@ -408,3 +410,84 @@ def test_quiet_puts_everything_back():
         assert transformers_logging.get_verbosity() == transformers_logging.ERROR
     assert transformers_logging.get_verbosity() == transformers_logging.INFO
     transformers_logging.set_verbosity(before)
+
+
+def test_configurations_that_name_no_decoder_are_told_apart(tmp_path: Path):
+    def refused(kind: type[Exception], said: str, **fields: object) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(kind, match=said):
+            read_config(str(tmp_path))
+
+    refused(ModelFileError, "names no model_type", hidden_size=3)
+    refused(ModelFileError, "model_type in its config.json is 7, which is no name", model_type=7)
+    refused(UnsupportedModelError, "of type 'rune', which is not known to transformers", model_type="rune")
+    refused(UnsupportedModelError, "of type 'vit', which transformers does not offer as a decoder", model_type="vit")
+    (tmp_path / "config.json").write_text(json.dumps(model_folders.config_of("llama").to_dict()))
+    assert read_config(str(tmp_path)).model_type == "llama"
+
+
+def test_a_split_model_takes_no_adapters_and_a_missing_kernel_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(loading, "missing_kernel", lambda place: "There is no kernel for these tests.")
+    checkpoint = Checkpoint("m", model_folders.config_of("llama"), model_folders.tokenizer(), None, allow_pickle=False)
+    for _ in range(2):
+        with expect(InputError, "Adapters do not go together with a model that is split over processes"):
+            read_weights(checkpoint, device="cpu", tp=True, adapters={"a": "folder"})
+    assert [record.getMessage() for record in caplog.records] == ["There is no kernel for these tests."]
+
+
+# Processes of torchrun; none is started.
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch):
+    """As the second of two processes of torchrun: with what each of them joins and leaves."""
+    seen: list[object] = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(loading.dist, "init_process_group", lambda kind, device_id: seen.append((kind, device_id)))
+    monkeypatch.setattr(loading.dist, "destroy_process_group", lambda: seen.append("left"))
+    monkeypatch.setattr(loading.dist, "get_world_size", lambda: 2)
+    return seen
+
+
+def test_processes_join_over_gloo_or_over_a_gpu_of_their_own(started: list[object], monkeypatch: pytest.MonkeyPatch):
+    assert loading.join_processes() == 2
+    assert started == [("gloo", None)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert loading.join_processes() == 2
+    assert started[1:] == [1, ("nccl", torch.device("cuda", 1))]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with expect(InputError, r"Process 1 of this machine has no GPU: there are 1\. Start 1 processes"):
+        loading.join_processes()
+    assert len(started) == 3
+
+
+def test_processes_that_have_joined_are_counted_and_left_at_the_end(
+    started: list[object], monkeypatch: pytest.MonkeyPatch
+):
+    with loading.process_group():
+        pass
+    assert started == []
+    monkeypatch.setattr(loading.dist, "is_initialized", lambda: True)
+    with loading.process_group():
+        assert loading.join_processes() == 2
+        assert started == []
+    assert started == ["left"]
+    monkeypatch.setattr(loading.dist, "is_available", lambda: False)
+    with expect(InputError, r"This build of torch has no torch\.distributed"):
+        loading.join_processes()
+    with loading.process_group():
+        pass
+    assert started == ["left"]
+
+
+def test_without_torchrun_nothing_is_joined(started: list[object], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MASTER_ADDR")
+    with expect(InputError, "processes that torchrun has started, which sets MASTER_ADDR"):
+        loading.join_processes()
+    assert started == []

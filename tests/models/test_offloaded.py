@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep.errors import InputError
-from kvkeep.models.device import device_of
+from kvkeep.models.device import device_of, weights_of
 from kvkeep.models.weight_hash import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # old versions, on meta
@@ -130,3 +131,14 @@ def test_a_model_on_the_meta_device_has_nothing_to_run_with(folder: Path):
         kvkeep.Engine(model, **OPTIONS)
     with pytest.raises(InputError, match="is on the meta device"):
         fingerprint(model)
+
+
+def test_the_numbers_of_an_offloaded_weight_are_those_of_the_hook_that_knows_them():
+    layer = torch.nn.Linear(2, 2, bias=False, device="meta")
+    others = [SimpleNamespace(), SimpleNamespace(weights_map={"bias": torch.zeros(2)})]
+    layer._hf_hook = SimpleNamespace(hooks=[*others, SimpleNamespace(weights_map={"weight": torch.eye(2)})])
+    [(name, found)] = weights_of(layer)
+    assert (name, found.tolist()) == ("weight", [[1.0, 0.0], [0.0, 1.0]])
+    layer._hf_hook = others[1]
+    with pytest.raises(InputError, match="weight is on the meta device, and accelerate does not know its numbers"):
+        list(weights_of(layer))

@@ -33,7 +33,7 @@ from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models.fused_modules import FusedHead, FusedLinear
+from kvkeep.models.fused_modules import FusedHead, FusedLinear, is_close
 from kvkeep.models.packed_weights import PackedLinear, faster, pack_weights
 from kvkeep.models.prepare import FUSED, describe, fuse_modules, prepare, prepare_for_rows, weight_layout
 
@@ -411,3 +411,70 @@ def test_timing_leaves_the_layers_as_they_are():
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert faster(layers, 1) in (False, True)
     assert [type(module) for module in model.modules()] == kinds
+
+
+class Feed(nn.Module):
+    """A feed-forward layer as models have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 80), nn.Linear(64, 80), nn.Linear(80, 64)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.fixture
+def part():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), Feed()).eval()
+
+
+def test_a_norm_and_a_feed_forward_layer_are_calls_of_the_kernel_while_they_are_asked_as_usual(part, monkeypatch):
+    fused, called = copy.deepcopy(part), []
+    assert fuse_modules(fused) == 1 + 3 + 1
+    for name in ("norm", "gated"):
+        honest = getattr(layer_ops, name)
+        monkeypatch.setattr(
+            layer_ops, name, lambda *args, name=name, honest=honest: (called.append(name), honest(*args))[1]
+        )
+    with torch.inference_mode():
+        x = torch.randn(2, 1, 64)
+        torch.testing.assert_close(fused(x), part(x))
+        assert called == ["norm", "gated"]
+        # by keyword, or with an activation that was not tried, their own classes compute
+        assert torch.equal(fused[0](input=x), part[0](input=x))
+        torch.testing.assert_close(fused[1](x=x), part[1](x=x))
+        for model in (part, fused):
+            model[1].act_fn = nn.Tanh()
+        torch.testing.assert_close(fused[1](x), part[1](x))
+    assert called == ["norm", "gated"]
+
+
+def test_a_product_that_somebody_has_replaced_in_torch_is_his(part, monkeypatch):
+    fuse_modules(part)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: input + 7)  # noqa: A006  # torch's name
+    with torch.inference_mode():
+        assert part[1].down_proj(torch.zeros(1, 1, 64)).unique().tolist() == [7.0]
+
+
+def test_how_steps_of_other_modules_run_is_said(part):
+    others = "its weights are quantised, or of a dtype that the kernel cannot read"
+    assert describe(part) == f"as transformers has them, in torch: {others}"
+    fuse_modules(part)
+    assert describe(part) == (
+        "3 products in the native kernel, the rest in torch: its layers are of no kind that is fused"
+    )
+    layers = fused_copy(made(num_hidden_layers=1))[0].model.layers
+    assert describe(layers) == (
+        "1 layers as calls of the native kernel, one by one: the decoder has parts beside its layers"
+    )
+
+
+def test_tensors_are_close_by_shape_dtype_and_the_largest_number_of_their_row():
+    found = torch.tensor([[1.0, 1000.0]])
+    assert is_close(found, found + torch.tensor([[1e-4, 0.0]]))
+    assert not is_close(found, found + 1.0)
+    for other in (None, found[0], found.double(), found.T):
+        assert not is_close(found, other)

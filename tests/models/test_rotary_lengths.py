@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,3 +254,8 @@ def test_a_shorter_chat_goes_on_from_no_keys_of_a_longer_text(kind: str, budget:
     found = asked(engine, [*BEYOND[:30], *SHORT], "short")
     expected = asked(kvkeep.Engine(model_of(kind), **settings), [*BEYOND[:30], *SHORT], "fresh")
     assert (found.cached_tokens, found.token_ids) == (0, expected.token_ids)
+
+
+def test_a_type_of_layer_that_does_not_follow_the_length_keeps_its_angles():
+    module = SimpleNamespace(rope_type={"full_attention": "dynamic", "sliding_attention": "default"})
+    assert rotate_by_text(module, (None, None, "sliding_attention"), {}, (torch.ones(1), torch.ones(1))) is None

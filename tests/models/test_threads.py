@@ -116,6 +116,15 @@ def test_impossible_variables(monkeypatch: pytest.MonkeyPatch, text: str):
     assert threads.check(2) == 2  # the option is stronger
 
 
+def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch):
+    for text in ("many", "1.5", "9" * 5000):
+        monkeypatch.setenv("KVKEEP_THREADS", text)
+        with pytest.raises(InputError, match=r"^KVKEEP_THREADS='\S+ is not a number of threads; give 1 to 8"):
+            threads.check(None)
+    monkeypatch.setenv("KVKEEP_THREADS", " +5 ")
+    assert threads.check(None) == 5
+
+
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVKEEP_THREADS", "")
     assert threads.check(None) is None

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,4 +133,23 @@ def test_frequencies_that_follow_the_text_are_no_part_of_the_hash():
     model = AutoModelForCausalLM.from_config(config).eval()
     before = fingerprint(model)
     model(torch.ones((1, 20), dtype=torch.int64))
+    assert fingerprint(model) == before
+
+
+class _Angles(nn.Module):
+    """Holds a table that it computes from its configuration."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.register_buffer("table", 1 + torch.arange(config.size).float(), persistent=False)
+
+
+def test_a_computed_table_is_noticed_where_it_is_another_one_than_its_class_computes(model):
+    model.angles = _Angles(SimpleNamespace(size=4))
+    before = fingerprint(model)
+    for table in (1 + torch.arange(5.0), 2 * (1 + torch.arange(4.0))):
+        model.angles.table = table
+        assert fingerprint(model) != before
+    model.angles.table = (1 + torch.arange(4.0)) * (1 + 2**-12)  # rounded, as in a model in half precision
     assert fingerprint(model) == before

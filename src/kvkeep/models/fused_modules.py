@@ -235,7 +235,8 @@ def has_global_hooks() -> bool:
     return bool(_global_forward_hooks or _global_forward_pre_hooks) or nn.Linear.forward is not _LINEAR_FORWARD
 
 
-_USUAL = {*vars(nn.Module()), "layer_idx", "_qkv", "_activation", "_plus", "_is_centred", "attention_options"}
+_OF_FUSED = {"_qkv", "_activation", "as_tried", "_plus", "_is_centred", "attention_options"}
+_USUAL = {*vars(nn.Module()), "layer_idx", *_OF_FUSED}
 """Attributes that every module has, those in which equal layers differ, and those of fused modules."""
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -300,7 +301,7 @@ def alike(module: nn.Module) -> tuple[object, ...]:
     key: list[object] = []
     for name, part in module.named_modules():
         attributes = tuple(
-            (attribute, value if isinstance(value, _PLAIN) else id(value))
+            (attribute, value if _is_plain(value) else id(value))
             for attribute, value in vars(part).items()
             if attribute not in _USUAL
         )
@@ -308,6 +309,11 @@ def alike(module: nn.Module) -> tuple[object, ...]:
         alone = id(part) if part._buffers else None  # buffers count as neither weights nor attributes here
         key.append((name, type(part), attributes, weights, alone))
     return tuple(key)
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a plain one, or a tuple of such, as a layer norm's shape is."""
+    return all(isinstance(part, _PLAIN) for part in (value if isinstance(value, tuple) else (value,)))
 
 
 Trials: TypeAlias = dict[tuple[object, ...], Any]
