@@ -23,6 +23,7 @@ SMALL = {
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -40,6 +41,7 @@ def test_spans_are_put_in_order_and_joined(given, found):
     assert spans(given) == found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("given", "word"),
     [

@@ -23,6 +23,11 @@ def test_slow():
 
 def test_fast():
     pass
+
+@pytest.mark.whole
+@pytest.mark.parametrize("n", range(30))
+def test_fast_list(n):
+    pass
 """
 CONFTEST = """
 import sweeps
@@ -47,11 +52,19 @@ def test_the_shares_together_are_all_slow_tests_and_each_is_in_one(pytester):
     items = pytester.getitems(SUITE)
     sweeps.thin(items)
     slow = [item for item in items if item.get_closest_marker("slow")]
-    assert (len(items), len(slow) > 80) == (102, True)
+    assert (len(items), len(slow) > 80) == (132, True)
     others = [names(share.others(items)) for share in shares()]
     own = [sorted(set(names(slow)) - set(some)) for some in others]
     assert sorted(name for some in own for name in some) == names(slow)
     assert sum(bool(some) for some in own) > OF // 2
+
+
+def test_of_long_lists_some_cases_stay_and_of_whole_ones_all(pytester):
+    items = pytester.getitems(SUITE)
+    sweeps.thin(items)
+    left = [item.name for item in items if not item.get_closest_marker("slow")]
+    assert sum(name.startswith("test_fast_list") for name in left) == 30
+    assert 1 <= sum(name.startswith("test_long_list") for name in left) < 10
 
 
 def test_each_test_of_this_run_is_in_one_share(request):
@@ -60,7 +73,7 @@ def test_each_test_of_this_run_is_in_one_share(request):
 
 
 def test_a_run_leaves_out_the_other_shares_and_no_fast_test(pytester):
-    pytester.makeini("[pytest]\nmarkers = slow: takes long")
+    pytester.makeini("[pytest]\nmarkers = slow: takes long\n whole: stays as it is")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(SUITE)
     (run,) = pytester.inline_run("--collect-only", "--share", f"2/{OF}").getcalls("pytest_collection_finish")

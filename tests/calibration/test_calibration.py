@@ -344,6 +344,7 @@ def test_another_calibration_is_not_gone_on_with(writer, tmp_path):
     assert path.exists()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "content",
     [
@@ -404,6 +405,7 @@ def test_a_folder_in_the_place_of_the_progress_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -446,6 +448,7 @@ def test_a_pattern_becomes_a_profile(pattern):
     assert duo_attention.imported(str(pattern), config, name="m").least == 320
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -464,6 +467,7 @@ def test_what_is_no_pattern_is_refused(pattern, content, said):
         duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="some/model")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"sink_size": "1", "recent_size": 2}', '{"sink_size": 1}'])
 def test_a_pattern_whose_sizes_are_damaged_is_refused(pattern, content):
     (pattern / "config.json").write_text(content)
