@@ -475,6 +475,16 @@ def test_a_pattern_whose_sizes_are_damaged_is_refused(pattern, content):
         duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
 
 
+def test_empty_lines_of_a_pattern_say_nothing_and_a_large_file_is_none(pattern, monkeypatch):
+    plain = duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
+    (pattern / "full_attention_heads.tsv").write_text(PATTERN.replace("\n", "\n\n \n"))
+    assert duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m").heads == plain.heads
+    (pattern / "config.json").write_text(" " * 300)
+    monkeypatch.setattr(duo_attention, "MOST_BYTES", 200)
+    with pytest.raises(kvkeep.InputError, match=r"config\.json has 300 bytes, and no pattern has more than 200"):
+        duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
+
+
 def test_files_that_are_none_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.tsv", "/dev/zero"):
         with pytest.raises(kvkeep.InputError):

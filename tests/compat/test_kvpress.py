@@ -26,6 +26,7 @@ from kvkeep.compat.kvpress import (
     SnapKVPress,
     StreamingLLMPress,
 )
+from kvkeep.compat.kvpress.presses import CacheArguments
 from kvkeep.errors import BudgetError, InputError, UnsupportedOperationError
 
 MADE = json.loads(Path(__file__).with_name("kvpress_kept.json").read_text())
@@ -212,6 +213,11 @@ def test_a_press_without_an_equal_says_why(name):
         (lambda: ExpectedAttentionPress(0.5, use_vnorm=False).policy, UnsupportedOperationError, "use_vnorm"),
         (lambda: PyramidKVPress(0.5, beta=0).cache_options([100], 6), InputError, "beta=0"),
         (lambda: PerLayerCompressionPress(KnormPress(), [0.5]).cache_options([9], 6), InputError, "for 6 layers"),
+        (
+            lambda: CacheArguments("h2o", [8], {"head_budget": "ada"}).with_options(head_budget="uniform"),
+            UnsupportedOperationError,
+            "Two presses set head_budget",
+        ),
         (lambda: kvpress.NoSuchPress, AttributeError, "NoSuchPress"),
     ],
 )

@@ -92,6 +92,7 @@ HALVES = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32, "sym
     ("fields", "said"),
     [
         ({"quant_method": "awq", "w_bit": 4}, "awq, 4 bits and 20 more for every 128 weights of a row"),
+        ({"load_in_8bit": True}, "bitsandbytes, 8 bits and 32 more for every row"),
         ({"load_in_4bit": True}, "bitsandbytes, 4 bits and 32 more for every 64 weights of a row"),
         (
             {"quant_method": "bitsandbytes", "bnb_4bit_use_double_quant": True},

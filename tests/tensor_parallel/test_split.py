@@ -67,6 +67,7 @@ def test_a_plan_that_leaves_the_keys_whole_leaves_all_heads_to_every_process(two
     assert sharing(config) is ALONE
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("config", "sizes", "said"),
     [
