@@ -81,15 +81,6 @@ def test_a_text_that_is_read_again_changes_no_rating():
         assert [name for name in after if not torch.equal(after[name], before[name])] == [], policy
 
 
-def test_generated_tokens_slide_beside_those_that_expected_attention_has_chosen():
-    layer = Layer(kvkeep.parse("expected_attention:sinks=1,recent=2"), 8)
-    step(layer, 20, Phase.PREFILL)
-    chosen = [head - {18, 19} for head in held(layer)]
-    for seed in range(5):
-        step(layer, 1, Phase.DECODE, seed)
-    assert held(layer) == [head | {23, 24} for head in chosen]
-
-
 def test_pinned_tokens_stay_beside_a_pattern():
     layer = Layer(kvkeep.parse("sparse_strided:h2=0.25,stride=3"), 12, pins=[((4, 6),)])
     plain = Layer(kvkeep.parse("sparse_strided:h2=0.25,stride=3"), 12)

@@ -67,7 +67,6 @@ def test_a_plan_that_leaves_the_keys_whole_leaves_all_heads_to_every_process(two
     assert sharing(config) is ALONE
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("config", "sizes", "said"),
     [
@@ -81,6 +80,11 @@ def test_a_plan_that_leaves_the_keys_whole_leaves_all_heads_to_every_process(two
 def test_heads_that_cannot_be_divided_are_refused_by_name(config, sizes, said, two):
     with pytest.raises(UnsupportedModelError, match=said):
         of(config, **sizes)
+
+
+def test_a_model_that_is_split_by_layers_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"loaded with pp_size=2\. kvkeep follows tensor parallelism alone"):
+        sharing(SimpleNamespace(distributed_config=SimpleNamespace(tp_size=2, pp_size=2)))
 
 
 def test_layers_with_different_numbers_of_heads_are_refused():
