@@ -1,5 +1,7 @@
 """Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
 
+A list whose cases take milliseconds, and each another way through the code, is marked `whole`: `make test` runs it all.
+
 Tests on pretrained models (`real`) are divided into shares in the same way.
 
 ``make test-all SHARE=3/14`` runs the third of fourteen shares of the slow tests, for machines that have not the time
@@ -21,6 +23,9 @@ SHARED = ("slow", "real")
 
 MANY = 3
 """A test with so many cases is a long list."""
+
+WHOLE = "whole"
+"""Mark of long lists that stay as they are."""
 
 ONE_IN = 20
 """Of a long list `make test` runs about so many."""
@@ -77,10 +82,12 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def thin(items: Iterable[pytest.Item]) -> None:
-    """Mark most cases of long lists as slow. The first case and those that a hash of their names chooses stay."""
+    """Mark most cases of long lists as slow, but for `WHOLE` ones. The first case and those that a hash of their names
+    chooses stay.
+    """
     lists = defaultdict(list)
     for item in items:
-        if not any(map(item.get_closest_marker, SHARED)):
+        if not any(map(item.get_closest_marker, (*SHARED, WHOLE))):
             lists[item.nodeid.partition("[")[0]].append(item)
     for cases in lists.values():
         for case in cases[1:] if len(cases) >= MANY else ():

@@ -23,7 +23,8 @@ def test_from_ratio_refuses_an_empty_prompt():
         budget.from_ratio(0.5, 0)
 
 
-@pytest.mark.parametrize("bad", [0, -3, [], [4, 0], 2.5, [True], "8"])
+@pytest.mark.whole
+@pytest.mark.parametrize("bad", [0, -3, [], [4, 0], 2.5, [True], "8", 2**60])
 def test_check_refuses(bad):
     with pytest.raises(kvkeep.BudgetError):
         budget.check(bad)
@@ -36,6 +37,26 @@ def test_per_row():
     assert budget.per_row((5, 6), 2, device).tolist() == [[5], [6]]
     with pytest.raises(kvkeep.BudgetError, match="2 budgets were given for a batch of 3"):
         budget.per_row((5, 6), 3, device)
+
+
+def test_numbers_that_no_memory_holds_are_told_by_their_bits():
+    for refuse in (lambda: budget.check(2**4000), lambda: budget.check_one(2**4000)):
+        with pytest.raises(kvkeep.BudgetError, match=r"^budget is a number of 4001 bits"):
+            refuse()
+
+
+def test_heads_have_no_budgets_where_rows_have_theirs():
+    assert budget.check_rows([3, 4]) == (3, 4)
+    with pytest.raises(kvkeep.BudgetError, match="by `head_budget`"):
+        budget.check_rows([(3, 4), 5])
+
+
+def test_budgets_of_heads_are_a_table():
+    device = torch.device("cpu")
+    assert budget.per_head([5], 2, 3, device).tolist() == [[5, 5, 5]] * 2
+    assert budget.per_head([(1, 2), 4], 2, 2, device).tolist() == [[1, 2], [4, 4]]
+    with pytest.raises(kvkeep.BudgetError, match="2 budgets were given for a batch of 3 rows"):
+        budget.per_head([5, 6], 3, 2, device)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +122,7 @@ def test_layers_in_which_less_persists_get_more():
     assert first < second < third
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("how", "message"),
     [

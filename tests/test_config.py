@@ -50,6 +50,7 @@ def test_every_name_is_written_so_that_it_can_be_read(name):
     assert Config.of(tomllib.loads(Config(model=name).text(name))).model == name
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -135,6 +135,7 @@ def without(name):
     return {key: value for key, value in GOOD.items() if key != name}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -230,6 +231,7 @@ def test_a_profile_fits_its_own_model():
     made().check(config(head_dim=None))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -23,6 +23,7 @@ SMALL = {
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -40,6 +41,7 @@ def test_spans_are_put_in_order_and_joined(given, found):
     assert spans(given) == found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("given", "word"),
     [
@@ -68,6 +70,8 @@ def test_spans_for_all_rows_or_for_each():
     assert spans_of_rows([[(0, 3)], [], [(1, 2), (4, 5)]]) == (((0, 3),), (), ((1, 2), (4, 5)))
     with pytest.raises(InputError, match="negative"):
         spans_of_rows([[(0, 3)], [(-1, 2)]])
+    with pytest.raises(InputError, match="pins=3 are no list"):
+        spans_of_rows(3)
 
 
 def test_a_position_is_pinned_where_a_span_holds_it():

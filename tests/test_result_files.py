@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -6,7 +8,17 @@ import sys
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.result_files import Lock, finite, parse, read_object, read_whole, write_whole
+from kvkeep.result_files import (
+    Lock,
+    finite,
+    parse,
+    read_object,
+    read_whole,
+    real_number,
+    tuple_of,
+    whole_number,
+    write_whole,
+)
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -23,6 +35,15 @@ def test_a_file_is_free_again_when_it_is_closed(tmp_path):
             Lock(other, "out")
     with path.open("ab") as later:
         Lock(later, "out")
+
+
+def test_file_systems_without_locks_keep_nobody_out(tmp_path, monkeypatch):
+    def refuse(descriptor, how):
+        raise OSError(errno.ENOTSUP, "not here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for lock in [Lock(tmp_path, "results"), Lock(tmp_path, "results")]:
+        lock.release()
 
 
 def test_a_killed_writer_holds_nothing(tmp_path):
@@ -67,6 +88,7 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(tmp_path, monkey
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "old")]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("content", [b"\xff", b"[", b"[]", b"1", b"", b"[" * 100_000, b"1" * 10_000])
 def test_a_file_that_holds_no_object_is_refused(tmp_path, content):
     path = tmp_path / "run.json"
@@ -89,6 +111,7 @@ def test_plain_values_are_read():
     assert parse(json.dumps(value).encode()) == parse(b"\xef\xbb\xbf" + json.dumps(value).encode()) == value
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -106,3 +129,12 @@ def test_what_is_no_file_is_not_read(tmp_path, make, words):
 def test_numbers_that_json_cannot_hold_become_null():
     found = finite({1: [float("nan"), (float("inf"), 2.0)], "b": {"c": -float("inf")}})
     assert json.dumps(found, allow_nan=False) == '{"1": [null, [null, 2.0]], "b": {"c": null}}'
+
+
+def test_kinds_of_values():
+    share = real_number(0, 1)
+    assert [share.fits(value) for value in (0, 1, 0.5, True, "0.5", -0.1, 2, float("nan"))] == [True] * 3 + [False] * 5
+    pair = tuple_of(whole_number(), share)
+    assert pair.name == "a list of a whole number, a number"
+    values = ([3, 0.5], [3, 5], [3], [3, 0.5, 1], "ab", {3: 0.5})
+    assert [pair.fits(value) for value in values] == [True] + [False] * 5

@@ -23,6 +23,11 @@ def test_slow():
 
 def test_fast():
     pass
+
+@pytest.mark.whole
+@pytest.mark.parametrize("n", range(30))
+def test_fast_list(n):
+    pass
 """
 CONFTEST = """
 import sweeps
@@ -47,7 +52,8 @@ def test_the_shares_together_are_all_slow_tests_and_each_is_in_one(pytester):
     items = pytester.getitems(SUITE)
     sweeps.thin(items)
     slow = [item for item in items if item.get_closest_marker("slow")]
-    assert (len(items), len(slow) > 80) == (102, True)
+    assert (len(items), len(slow) > 80) == (132, True)
+    assert not any(item.name.startswith("test_fast_list") for item in slow)  # a whole one
     others = [names(share.others(items)) for share in shares()]
     own = [sorted(set(names(slow)) - set(some)) for some in others]
     assert sorted(name for some in own for name in some) == names(slow)
@@ -60,7 +66,7 @@ def test_each_test_of_this_run_is_in_one_share(request):
 
 
 def test_a_run_leaves_out_the_other_shares_and_no_fast_test(pytester):
-    pytester.makeini("[pytest]\nmarkers = slow: takes long")
+    pytester.makeini("[pytest]\nmarkers = slow: takes long\n whole: stays as it is")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(SUITE)
     (run,) = pytester.inline_run("--collect-only", "--share", f"2/{OF}").getcalls("pytest_collection_finish")

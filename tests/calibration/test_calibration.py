@@ -344,6 +344,7 @@ def test_another_calibration_is_not_gone_on_with(writer, tmp_path):
     assert path.exists()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "content",
     [
@@ -404,6 +405,7 @@ def test_a_folder_in_the_place_of_the_progress_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -446,6 +448,7 @@ def test_a_pattern_becomes_a_profile(pattern):
     assert duo_attention.imported(str(pattern), config, name="m").least == 320
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -464,10 +467,21 @@ def test_what_is_no_pattern_is_refused(pattern, content, said):
         duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="some/model")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"sink_size": "1", "recent_size": 2}', '{"sink_size": 1}'])
 def test_a_pattern_whose_sizes_are_damaged_is_refused(pattern, content):
     (pattern / "config.json").write_text(content)
     with pytest.raises(kvkeep.InputError, match="does not say sink_size and recent_size"):
+        duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
+
+
+def test_empty_lines_of_a_pattern_say_nothing_and_a_large_file_is_none(pattern, monkeypatch):
+    plain = duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
+    (pattern / "full_attention_heads.tsv").write_text(PATTERN.replace("\n", "\n\n \n"))
+    assert duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m").heads == plain.heads
+    (pattern / "config.json").write_text(" " * 300)
+    monkeypatch.setattr(duo_attention, "MOST_BYTES", 200)
+    with pytest.raises(kvkeep.InputError, match=r"config\.json has 300 bytes, and no pattern has more than 200"):
         duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
 
 

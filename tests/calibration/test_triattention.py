@@ -1,6 +1,7 @@
 """The statistics for TriAttention: the queries of the model's own projections, in the shape of the official loader."""
 
 import json
+from types import SimpleNamespace
 
 import model_folders
 import pytest
@@ -8,12 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.calibration.triattention import save, statistics
+from kvkeep.calibration.triattention import QueryMeans, _rotation, save, statistics
 from kvkeep.cli.main import app
 from kvkeep.errors import PolicyError, UnsupportedModelError
 from kvkeep.models.load import find, read_weights
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies._queries import heads_of
+from kvkeep.rotary import Rotation
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 
@@ -121,6 +123,15 @@ def test_a_file_that_is_written_anew_is_read_again_once_a_policy_is_checked(tmp_
 def test_a_model_without_rotary_positions_is_refused():
     with pytest.raises(UnsupportedModelError, match="needs rotary positions"):
         statistics(writer_of("gpt2"), [torch.arange(10)])
+
+
+def test_a_model_that_rotates_a_part_of_each_head_is_refused(no_checked_annotations):
+    """The format has no place for the dims that stay."""
+    probe = QueryMeans(Rotation(torch.tensor([1.0, 0.3])))
+    with pytest.raises(UnsupportedModelError, match="rotates 4 of 8 dims of a head"):
+        probe.take(SimpleNamespace(query=torch.zeros(1, 4, 3, 8)))
+    with pytest.raises(UnsupportedModelError, match="Layer 3 has no rotary positions"):
+        _rotation({}, 3)
 
 
 def test_the_file_of_another_model_is_refused(tmp_path):

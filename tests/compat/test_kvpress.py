@@ -26,6 +26,7 @@ from kvkeep.compat.kvpress import (
     SnapKVPress,
     StreamingLLMPress,
 )
+from kvkeep.compat.kvpress.presses import CacheArguments
 from kvkeep.errors import BudgetError, InputError, UnsupportedOperationError
 
 MADE = json.loads(Path(__file__).with_name("kvpress_kept.json").read_text())
@@ -198,6 +199,7 @@ def test_a_press_without_an_equal_says_why(name):
         getattr(kvpress, name)(compression_ratio=0.5)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -207,9 +209,15 @@ def test_a_press_without_an_equal_says_why(name):
         (lambda: ComposedPress([KnormPress(0.1), KnormPress(0.1)]), UnsupportedOperationError, "of 2 presses"),
         (lambda: AdaKVPress(AdaKVPress(KnormPress(0.5))), InputError, "takes a ScorerPress"),
         (lambda: DecodingPress(KnormPress(), target_size=0), InputError, "target_size"),
+        (lambda: DecodingPress(ComposedPress([KnormPress()])), InputError, "takes a ScorerPress or an AdaKVPress"),
         (lambda: ExpectedAttentionPress(0.5, use_vnorm=False).policy, UnsupportedOperationError, "use_vnorm"),
         (lambda: PyramidKVPress(0.5, beta=0).cache_options([100], 6), InputError, "beta=0"),
         (lambda: PerLayerCompressionPress(KnormPress(), [0.5]).cache_options([9], 6), InputError, "for 6 layers"),
+        (
+            lambda: CacheArguments("h2o", [8], {"head_budget": "ada"}).with_options(head_budget="uniform"),
+            UnsupportedOperationError,
+            "Two presses set head_budget",
+        ),
         (lambda: kvpress.NoSuchPress, AttributeError, "NoSuchPress"),
     ],
 )
@@ -313,6 +321,7 @@ def test_a_context_may_end_as_it_likes(end, pipe):
     assert (CONTEXT + end + "?").replace("<|user|>", "") in text.replace("<|user|>", "")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -326,3 +335,36 @@ def test_a_context_may_end_as_it_likes(end, pipe):
 def test_the_pipeline_refuses_what_it_cannot_do(pipe, arguments, words):
     with pytest.raises(InputError, match=words):
         pipe(CONTEXT, press=KnormPress(0.5), **arguments)
+
+
+def test_without_a_template_a_context_begins_as_a_text_and_ends_with_a_line(pipe, monkeypatch):
+    monkeypatch.setattr(pipe.tokenizer, "chat_template", None)
+    found = pipe.preprocess("a dog", ["who?", "where?"], "It is", None)
+    assert pipe.tokenizer.decode(found["context_ids"][0]) == (pipe.tokenizer.bos_token or "") + "a dog"
+    assert [pipe.tokenizer.decode(ids[0]) for ids in found["questions_ids"]] == ["who?\nIt is", "where?\nIt is"]
+
+
+def test_a_context_or_a_question_without_tokens_is_refused(pipe, monkeypatch, no_checked_annotations):
+    with pytest.raises(InputError, match="The context is a text, not int"):
+        pipe.preprocess(3, ["who?"], "", None)
+    monkeypatch.setattr(pipe.tokenizer, "chat_template", "{{ messages[0]['content'] }}")
+    with pytest.raises(InputError, match="The context has no token"):
+        pipe("", question="who?", max_new_tokens=1)
+    with pytest.raises(InputError, match="The question has no token"):
+        pipe("a dog", max_new_tokens=1)
+    monkeypatch.setattr(pipe.tokenizer, "chat_template", "{{ messages[0]['content'][:5] }}")
+    with pytest.raises(InputError, match="changes the end of a message"):
+        pipe("a dog", question="who?", max_new_tokens=1)
+
+
+def test_a_later_piece_of_a_text_is_not_cut(model):
+    ids, cache = torch.tensor([[5, 6, 7, 8]]), DynamicCache()
+    with torch.no_grad():
+        model(ids, **handed(model, cache))
+        with KnormPress(0.5)(model):
+            model(ids, **handed(model, cache))
+    assert cache.get_seq_length() == 8
+
+
+def test_one_press_may_be_composed():
+    assert ComposedPress([KnormPress(0.4)]).cache_options([100], 6) == KnormPress(0.4).cache_options([100], 6)

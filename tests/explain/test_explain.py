@@ -1,14 +1,17 @@
 """`kvkeep.explain`: its arguments, its JSON, its page, and what it refuses."""
 
 import copy
+import functools
 import json
 
+import model_folders
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep
 from explain.records import POLICIES, record, shown, tables, text
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET
 from kvkeep.errors import (
     BudgetError,
     InputError,
@@ -17,9 +20,10 @@ from kvkeep.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
-from kvkeep.explain.explain import MOST_NEW_TOKENS, explain, refuse_states
+from kvkeep.explain.explain import MOST_NEW_TOKENS, _prompt, _slots, check, explain, refuse_states
 from kvkeep.explain.explanation import MOST_MOMENTS, moments, shades, short_floats, unpacked
 from kvkeep.explain.runs import pieces
+from kvkeep.models.load import find, read_weights
 from kvkeep.policies import DEFAULT, LATER
 
 
@@ -115,6 +119,53 @@ def test_the_word_at_which_answers_part():
     assert any(run.parting is not None for run in record().runs)
 
 
+@functools.cache
+def loaded():
+    return kvkeep.load()
+
+
+def test_a_text_that_is_too_long_for_its_moments_the_model_or_a_page_is_noted_or_refused(monkeypatch):
+    checkpoint = find(str(model_folders.folder()))
+    model, message = read_weights(checkpoint), "the quick brown fox jumps over the lazy dog. " * 20
+
+    def prompt():
+        asked = check(["local"], 20, prefill_chunk=2, max_new_tokens=3, case="inside")
+        return _prompt(checkpoint, model, message, message, asked, raw=True)
+
+    found, notes = prompt()
+    n, trained = len(found.ids), model_folders.TRAINED_LENGTH
+    assert (found.chunk, sum(found.sizes)) == (2, n)
+    assert notes == [f"The text is longer than the {trained} tokens that the model was trained for."]
+    monkeypatch.setattr("kvkeep.explain.explain.trained_length", lambda config: n + 3)
+    monkeypatch.setattr("kvkeep.explain.explain._MOST_CHUNKS", 8)
+    found, notes = prompt()
+    assert found.chunk == -(-n // 8) > 2
+    assert notes == [
+        f"Time is sampled: {n} tokens were read in chunks of {found.chunk} instead of 2, so that there are at most "
+        f"{MOST_MOMENTS} moments."
+    ]
+    monkeypatch.setattr("kvkeep.explain.explain._MOST_TOKENS", n - 1)
+    with pytest.raises(InputError, match=f"The text has {n} tokens, more than the {n - 1} of a page. Give a part of"):
+        prompt()
+
+
+def test_a_share_grows_to_what_policies_protect_and_a_default_may_evict_nothing():
+    def slots(policies, budget, tokens):
+        notes = []
+        return _slots(
+            check(policies, budget, prefill_chunk=None, max_new_tokens=3, case="inside"), tokens, notes
+        ), notes
+
+    note = "The budget is 20 tokens, so that every policy has room for the tokens that it protects."
+    assert slots(["streaming_llm:sinks=20", "local"], 0.1, 100) == (20, [note])
+    assert slots(["local"], 0.1, 100) == (10, [])
+    assert slots(["full"], 0.1, 100) == (10, [])
+    assert slots(["local"], 7, 100) == (7, [])
+    assert slots(["full"], None, 5000) == (5003, [])
+    assert slots(["local"], None, 5000) == (DEFAULT_BUDGET, [])
+    assert slots(["local"], None, 100)[1][0].startswith("Nothing is evicted: 103 slots hold all")
+
+
 @pytest.mark.slow
 def test_long_time_is_sampled_and_the_page_says_so():
     found = kvkeep.explain(None, text(500), policies=["local"], budget=64, prefill_chunk=1, max_new_tokens=2)
@@ -166,6 +217,7 @@ def test_a_model_of_your_own_is_left_as_it_was():
         kvkeep.explain(model, text(60))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
@@ -188,14 +240,15 @@ def test_a_model_of_your_own_is_left_as_it_was():
         ({"budget": 3, "policies": ["h2o:recent=8"]}, BudgetError, "at least 8"),
         ({"prefill_chunk": 0}, KVKeepError, "prefill_chunk"),
         ({"max_new_tokens": MOST_NEW_TOKENS + 1}, InputError, "moments"),
-        ({"text": "word " * 2**18}, InputError, "a part of it"),
+        pytest.param({"text": "word " * 2**18}, InputError, "a part of it", marks=pytest.mark.slow),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("no_checked_annotations")
 def test_refused(given, error, said):
+    model, tokenizer = loaded()
     with pytest.raises(error, match=said):
-        explain(None, **{"text": text(60), "max_new_tokens": 1} | given)
+        explain(model, tokenizer=tokenizer, **{"text": text(60), "max_new_tokens": 1} | given)
 
 
 def test_packed_numbers_come_back():

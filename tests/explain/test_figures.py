@@ -90,6 +90,22 @@ def test_pictures_are_files(tmp_path):
     assert len(record().draw(str(folder), overwrite=True)) == 3
 
 
+def test_a_place_without_room_for_pictures_is_refused_before_any_is_drawn(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file is no folder"):
+        explanation.check(tmp_path / "file" / "new", overwrite=False)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "lost.png").symlink_to("nowhere")  # a link without an end takes the name as well
+    with pytest.raises(InputError, match=r"lost\.png exists"):
+        explanation.check(folder, overwrite=False)
+    monkeypatch.setattr(explanation.os, "access", lambda path, mode: False)
+    for place in (folder, folder / "a" / "b"):
+        with pytest.raises(InputError, match=rf"Nothing can be written to the folder {folder}\."):
+            explanation.check(place, overwrite=True)
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"moment": 999}, "moment=999"), ({"token": -9999}, "token=-9999"), ({"token": True}, "token=True")],

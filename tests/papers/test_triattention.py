@@ -139,6 +139,7 @@ ODD = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", [*KINDS, "a tensor", "a long name", *ODD])
 def test_a_file_that_is_no_calibration_is_refused_in_a_line(tmp_path, kind):
     path = tmp_path / "file.pt"

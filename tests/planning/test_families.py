@@ -113,6 +113,40 @@ def by_both(path):
         return parts(found), error
 
 
+NO_WINDOWS = [None] * 3
+COUNTED = {
+    "llama": (60816, 4320, NO_WINDOWS),
+    "llama tied, biases, head dim, scaled rope": (71520, 0, NO_WINDOWS),
+    "llama, as many heads, bfloat16": (67728, 4320, NO_WINDOWS),
+    "granite": (60816, 4320, NO_WINDOWS),
+    "mistral": (60816, 4320, [4096, 4096, 4096]),
+    "mistral without a window": (56496, 0, NO_WINDOWS),
+    "mistral, a short window": (67728, 4320, [16, 16, 16]),
+    "qwen2": (61104, 4320, NO_WINDOWS),
+    "qwen2 tied": (56784, 0, NO_WINDOWS),
+    "qwen3": (262032, 4320, NO_WINDOWS),
+    "qwen3, biases, head dim": (64032, 0, NO_WINDOWS),
+    "smollm3": (56496, 0, NO_WINDOWS),
+    "gemma": (63408, 0, NO_WINDOWS),
+    "gemma2": (63696, 0, [16, None, 16]),
+    "gemma2, other layers": (484704, 0, [None, 4096, None]),
+    "gemma3": (143024, 0, [16, 16, 16, 16, 16, None, 16]),
+    "gemma3, other layers": (484272, 4320, [None, 4096, None]),
+    "phi3": (60816, 4320, NO_WINDOWS),
+    "phi3 with a window": (56496, 0, [16, 16, 16]),
+    "olmo2": (61464, 4320, NO_WINDOWS),
+    "opt": (65628, 3168, NO_WINDOWS),
+    "opt, not tied": (46668, 7488, NO_WINDOWS),
+}
+"""Parameters, those that are looked up, and windows of the models when they are built, which takes longer."""
+
+
+def test_all_families_have_the_parameters_and_the_windows_of_built_models(tmp_path):
+    for name, config in CONFIGS.items():
+        shape = counted(written(tmp_path, fields_of(config))).shape
+        assert (shape.parameters, shape.looked_up, [layer.window for layer in shape.layers]) == COUNTED[name], name
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_is_counted_as_it_is_built(name, tmp_path):
     counts, made = by_both(written(tmp_path, fields_of(CONFIGS[name])))
@@ -148,6 +182,7 @@ def test_what_is_counted_at_all_is_counted_right(cases, tmp_path):
     assert n_counted > len(cases) / 20
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "more",
     [
@@ -164,6 +199,39 @@ def test_what_is_counted_at_all_is_counted_right(cases, tmp_path):
 def test_what_is_not_known_is_left_to_others(more, tmp_path):
     assert counted(written(tmp_path, fields_of(CONFIGS["llama"]))) is not None
     assert counted(written(tmp_path, {**fields_of(CONFIGS["llama"]), **more})) is None
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama", "num_hidden_layers", "3"),
+        ("llama", "num_attention_heads", 5),
+        ("llama", "attention_bias", 1),
+        ("llama", "hidden_act", "new"),
+        ("llama", "rope_parameters", "llama3"),
+        ("llama", "pad_token_id", 90),
+        ("llama", "dtype", "float64"),
+        ("llama, as many heads, bfloat16", "torch_dtype", "bfloat16"),
+        ("gemma2", "layer_types", ["full_attention"]),
+        ("gemma2", "sliding_window", None),
+        ("gemma3", "head_dim", None),
+        ("qwen2", "use_sliding_window", True),
+        ("smollm3", "no_rope_layers", [1]),
+        ("smollm3", "no_rope_layers", [True] * 3),
+        ("smollm3", "pad_token_id", "missing"),
+        ("phi3", "pad_token_id", "missing"),
+        ("opt", "do_layer_norm_before", False),
+        ("opt", "word_embed_proj_dim", 24),
+    ],
+)
+def test_an_unusual_value_is_left_to_others(name, field, value, tmp_path):
+    fields = fields_of(CONFIGS[name])
+    if value == "missing":
+        del fields[field]
+    else:
+        fields[field] = value
+    assert counted(written(tmp_path, fields)) is None
 
 
 def test_files_that_cannot_be_read_are_left_to_others(tmp_path):

@@ -339,6 +339,7 @@ def test_a_configuration_file_a_folder_and_the_embedded_model(tmp_path: Path, mo
 # refusals
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
@@ -357,6 +358,10 @@ def test_a_configuration_file_a_folder_and_the_embedded_model(tmp_path: Path, mo
         ({"weights_memory": 2**63}, InputError, "^weights_memory is above 9223372036854775807,"),
         *(({"bandwidth": n}, InputError, "^bandwidth=.* is no speed") for n in (0.0, -1.0, 1e300, math.inf, math.nan)),
         ({"rows": -2, "memory": 10**9}, InputError, r"^rows=-2 asks for nothing.* \d+ would fit"),
+        ({"kv_bits": True}, InputError, "^kv_bits=True is no number of bits"),
+        ({"kv_bits": "5"}, InputError, "^kv_bits='5' is no number of bits"),
+        ({"head_budget": "ada:1.5"}, BudgetError, "^'ada:1.5' is out of range"),
+        ({"layer_budget": [1.0]}, BudgetError, "1 layer weights were given for 2 layers"),
         ({"dtype": "int8"}, InputError, "Unknown dtype 'int8'"),
         ({"weights_dtype": "int8"}, InputError, "Unknown dtype 'int8'"),
     ],

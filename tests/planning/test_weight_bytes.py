@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.models.load import load, quiet
 from kvkeep.models.quantized_weights import is_packable, weight_bytes
+from kvkeep.planning.model_shapes import scheme_of
 from kvkeep.planning.plan import Plan, plan
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -80,6 +81,54 @@ def test_formats_by_hand(tmp_path: Path, fields: dict[str, object], expected: in
     config = LlamaConfig(**SMALL, num_attention_heads=4, dtype="bfloat16").to_dict()
     found = planned(tmp_path, {**config, "quantization_config": fields})
     assert found.bounded.weight_bytes == expected
+
+
+CHANNELS = {"weights": {"num_bits": 8, "strategy": "channel"}}
+HALVES = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quant_method": "awq", "w_bit": 4}, "awq, 4 bits and 20 more for every 128 weights of a row"),
+        ({"load_in_8bit": True}, "bitsandbytes, 8 bits and 32 more for every row"),
+        ({"load_in_4bit": True}, "bitsandbytes, 4 bits and 32 more for every 64 weights of a row"),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_use_double_quant": True},
+            "bitsandbytes, 4 bits and 8.125 more for every 64 weights of a row",
+        ),
+        ({"quant_method": "fp8"}, "fp8, 8 bits and 32 more for every matrix"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 128]},
+            "fp8, 8 bits and 32 more for every block of (64, 128)",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8, 8 bits and 32 more for every matrix"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": CHANNELS}},
+            "compressed-tensors, 8 bits and 16 more for every row",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": HALVES}},
+            "compressed-tensors, 4 bits and 20 more for every 32 weights of a row",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+            "torchao, 4 bits and 32 more for every 128 weights of a row",
+        ),
+        ({"quant_method": "torchao", "quant_type": "Int8WeightOnly"}, "torchao, 8 bits and 16 more for every row"),
+        ({"quant_method": "torchao", "quant_type": "float8wo"}, "torchao, 8 bits and 32 more for every row"),
+        ({"quant_method": "torchao", "quant_type": "Int4DynamicActivationInt8"}, "None"),
+        ({"quant_method": "torchao"}, "None"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}}, "None"),
+        ({"quant_method": ["awq"]}, "None"),
+        (["awq"], "None"),
+    ],
+    ids=str,
+)
+def test_how_weights_are_stored_is_said_in_words(fields: object, said: str):
+    """Without a model of these shapes, which takes longer to build."""
+    assert str(scheme_of(LlamaConfig(quantization_config=fields))) == said
 
 
 def test_layers_that_stay_and_the_output_layer(tmp_path: Path):

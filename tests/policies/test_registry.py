@@ -24,6 +24,7 @@ def test_the_files_name_is_the_policys_name():
             assert cls.__module__ == f"kvkeep.policies.{name}"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
@@ -66,6 +67,7 @@ class Newest(Policy):
         return view.positions.float()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,6 +116,7 @@ def test_every_preset_has_another_meaning_than_the_plain_name():
         assert registry.label(kvkeep.parse(text)) == text
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "text", ["h2o", "h2o:recent=32", "snapkv:window=8", "unknown:recent=3", "h2o:wrong=3", "no_such:Class"]
 )
@@ -229,6 +232,7 @@ def test_third_party_policies_come_after_the_built_in_ones_in_alphabetical_order
     assert kvkeep.spec(Newest(sinks=2)) == "zulu:sinks=2"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("points", "message"),
     [
@@ -314,6 +318,7 @@ def test_module_and_class_name_a_policy(here, text, sinks):
     assert f"{policy}".startswith("EveryOther")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -402,6 +407,7 @@ def test_the_command_line_takes_module_and_class(here):
     assert "mine_for_kvkeep:EveryOther:sinks=2, budget 8" in " ".join(done.output.split())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "message"),
     [

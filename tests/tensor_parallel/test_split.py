@@ -82,6 +82,11 @@ def test_heads_that_cannot_be_divided_are_refused_by_name(config, sizes, said, t
         of(config, **sizes)
 
 
+def test_a_model_that_is_split_by_layers_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"loaded with pp_size=2\. kvkeep follows tensor parallelism alone"):
+        sharing(SimpleNamespace(distributed_config=SimpleNamespace(tp_size=2, pp_size=2)))
+
+
 def test_layers_with_different_numbers_of_heads_are_refused():
     with pytest.raises(UnsupportedModelError, match="no single number of KV heads"):
         number_of_heads(SimpleNamespace(num_attention_heads=8, num_key_value_heads=[8, 4]), 2)
