@@ -236,8 +236,8 @@ def has_global_hooks() -> bool:
 
 
 _OF_FUSED = {"_qkv", "_activation", "as_tried", "_plus", "_is_centred", "attention_options"}
-_USUAL = {*vars(nn.Module()), "layer_idx", *_OF_FUSED}
-"""Attributes that every module has, those in which equal layers differ, and those of fused modules."""
+_USUAL = {*vars(nn.Module()), *_OF_FUSED}
+"""Attributes that every module has, and those of fused modules."""
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -295,8 +295,9 @@ def has_own_forward(module: nn.Module) -> bool:
 def alike(module: nn.Module) -> tuple[object, ...]:
     """Return a key that is equal for modules that differ in their weights alone, so that one trial is enough for all.
 
-    It has the classes, shapes and attributes of all parts, except the layer's number. An object that is no plain value
-    is only equal to itself, as a configuration is that all layers share; and so is a module with buffers.
+    It has the classes, shapes and attributes of all parts, a layer's number included, since a ``forward`` may compute
+    with it. An object that is no plain value is only equal to itself, as a configuration is that all layers share; and
+    so is a module with buffers.
     """
     key: list[object] = []
     for name, part in module.named_modules():
