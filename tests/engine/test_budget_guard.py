@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import pytest
 from sweeps import sweep
 
+import kvkeep
 from kvkeep import InputError, backends
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.budget_guard import refusal
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.policies._mass import HeavyHitters
@@ -96,25 +98,27 @@ def test_a_prompt_that_fits_into_a_quarter_loses_nothing_there():
     assert (found.budget, found.guarded, found.lost_mass) == (4, True, LostMass(0.0, None))
 
 
-@pytest.mark.parametrize(
-    ("policy", "why"),
-    [
-        ("full", "keeps every token"),
-        ("local", "shows no attention mass"),
-        ("reread:decode=score", "asks for no row of a prompt"),
-        ("scissorhands", "no plain choice"),
-        ("spatten", "no plain choice"),
-        ("snapkv:window=2,decode=grow", "no plain choice"),
-        ("ahakv:recent=2", "depends on the budget"),
-        ("defensivekv:window=2", "how it rates tokens depends on the budget"),
-    ],
-)
-def test_policies_under_which_no_budget_can_be_chosen_are_refused(policy, why):
-    engine = Engine(model("llama"), policy=policy, budget=64, rows=1)
-    with pytest.raises(InputError, match=why):
+REFUSED = {
+    "full": "it keeps every token",
+    "h2o:keep_prompt=1.0": "it keeps prompts, whole or a share of the budget",
+    "local": "its statistic shows no attention mass",
+    "reread:decode=score": "it asks for no row of a prompt, so what a cut loses is not known",
+    "scissorhands": "its cuts are no plain choice of the best tokens of each head",
+    "spatten": "its cuts are no plain choice of the best tokens of each head",
+    "snapkv:window=2,decode=grow": "its cuts are no plain choice of the best tokens of each head",
+    "ahakv:recent=2": "what it asks of attention depends on the budget",
+    "defensivekv:window=2": "how it rates tokens depends on the budget",
+    "h2o": None,
+}
+
+
+def test_policies_under_which_no_budget_can_be_chosen_are_refused():
+    assert {name: refusal(kvkeep.parse(name), [16, 32, 64]) for name in REFUSED} == REFUSED
+    engine = Engine(model("llama"), policy="full", budget=64, rows=1)
+    with pytest.raises(InputError, match="it keeps every token"):
         engine.add(asked(1, length=20, new=2, guard=0.1))
-    with pytest.raises(InputError, match=why):  # of an engine's own guard already here
-        Engine(model("llama"), policy=policy, budget=64, rows=1, guard=0.1)
+    with pytest.raises(InputError, match="it keeps every token"):  # of an engine's own guard already here
+        Engine(model("llama"), policy="full", budget=64, rows=1, guard=0.1)
 
 
 def test_prompts_in_chunks_are_refused_with_the_remedy():

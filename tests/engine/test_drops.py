@@ -252,6 +252,20 @@ def test_a_drop_beside_a_turn_is_refused():
         assert session.drop(spans=GONE) == GONE
 
 
+def test_what_is_no_list_of_drops_is_refused():
+    for given, why in [
+        ("ab", "drops='ab' are no list; give pairs of a number of tokens and spans"),
+        (3, "drops=3 are no list"),
+        ([(4, [(0, 2)], 5)], r"The drop \(4, .* is no pair of a number of tokens and spans"),
+        (["ab"], "The drop 'ab' is no pair"),
+        ([(0, [(0, 1)])], "drops=0 is outside 1"),
+        ([(4, [(0, 2)]), (6, [(3, 7)])], "A drop after 6 tokens ends at position 7: drop what was read by then"),
+    ]:
+        with pytest.raises(InputError, match=why):
+            drops_of(given)
+    assert drops_of([[4, [(0, 4)]]]) == (Drop(4, ((0, 4),)),)
+
+
 def test_drops_are_ordered_and_counted_once():
     assert drops_of([(9, [(2, 5)]), (4, [(3, 4)])]) == (Drop(4, ((3, 4),)), Drop(9, ((2, 3), (4, 5))))
     assert drops_of([(9, [(2, 5)]), (9, [(2, 5)])]) == (Drop(9, ((2, 5),)),)

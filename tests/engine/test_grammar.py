@@ -14,9 +14,16 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+import llguidance
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 import kvkeep
-from kvkeep.engine import grammar
-from kvkeep.errors import pip_install
+from kvkeep.engine import grammar, grammar_probe
+from kvkeep.engine.grammar import Constraint, Grammars, masked, without_special_texts
+from kvkeep.engine.request import Structure
+from kvkeep.errors import KVKeepError, pip_install
 
 PERSON = {
     "type": "object",
@@ -182,30 +189,11 @@ def test_a_form_that_becomes_too_complex_ends_its_request_alone(engine):
 
 NODE = {"$defs": {"one": {"$ref": "#/$defs/o~1ther"}, "o/ther": {"$ref": "#/$defs/one"}}}
 BAD = {
-    "no mapping": (5, r"structured_outputs=5 is no mapping such as"),
-    "no form": ({}, "names 0 forms; give one of json"),
-    "two forms": ({"regex": "a", "choice": ["b"]}, "names 2 forms"),
-    "a name": ({"choise": ["b"]}, "did you mean choice"),
     "an unknown type": ({"json": {"type": "objekt"}}, "The JSON schema cannot be used: Invalid type: objekt"),
     "an unknown word": ({"json": {"not": {}}}, "Unimplemented keys"),
     "another file": ({"json": {"$ref": "http://127.0.0.1:9/x.json"}}, "The JSON schema cannot be used"),
     "nothing fits": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
-    "false": ({"json": False}, "JSON schema false is no JSON object"),
-    "half a schema": ({"json": "{"}, "JSON schema cannot be read"),
-    "NaN": ({"json": {"minimum": float("nan")}}, "JSON schema cannot be read"),
-    "an object": ({"json": object()}, "JSON schema cannot be read"),
-    "options": ({"json": {"x-guidance": 3}}, "leave it out"),
     "an unknown option": ({"json": {"x-guidance": {"nonsense": True}}}, "unknown field `nonsense`"),
-    "json_object": ({"json_object": "yes"}, "json_object='yes'; give True"),
-    "no choice": ({"choice": []}, "give a list of texts"),
-    "an empty choice": ({"choice": [""]}, "give a list of texts"),
-    "only itself": ({"json": {"$ref": "#"}}, "refers to itself .* no JSON that follows it ever ends"),
-    "each other": ({"json": {**NODE, "$ref": "#/$defs/one"}}, "refers to itself"),
-    "itself within": ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "to itself"),
-    "a list of itself": ({"json": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}}, "refers to itself"),
-    "a tuple of itself": ({"json": {"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#"}]}}, "to itself"),
-    "all of itself": ({"json": {"allOf": [{"type": "object"}, {"$ref": "#"}]}}, "refers to itself"),
-    "itself or itself": ({"json": {"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}}, "refers to itself"),
     "a place that no list has": ({"json": {"$ref": f"#/allOf/{'9' * 5000}", "allOf": [{}]}}, "cannot be used"),
     "a grammar of itself": ({"grammar": "root ::= root"}, "has no text that ends|no text that ends"),
     "a rule of itself": ({"grammar": 'root ::= "x" root'}, "its rule root has no text that ends"),
@@ -216,11 +204,8 @@ BAD = {
     "a schema in a grammar": ({"grammar": 'start: "x" %json {"allOf": [{"$ref": "#"}]}'}, "its rule start has no text"),
     "a class": ({"regex": "a["}, "unclosed character class"),
     "looking ahead": ({"regex": "(?=a)"}, "look-ahead and look-behind, is not supported"),
-    "a number": ({"regex": 5}, "give a text that is not empty"),
     "nonsense": ({"grammar": "nonsense"}, "The grammar cannot be used"),
     "brackets": ({"grammar": "root ::= " + "(" * 9000}, "The grammar cannot be used"),
-    "length": ({"regex": "a" * 200_000}, "200000 characters, and there may be 131072"),
-    "half a character": ({"regex": "\ud83d"}, "has half of a character"),
 }
 
 
@@ -437,3 +422,149 @@ def test_a_grammar_may_name_a_special_token(engine, parts):
     user = parts[1].convert_tokens_to_ids("<|user|>")
     assert (found.finish_reason, found.text) == ("stop", "a<|user|>")
     assert found.token_ids.count(user) == 1
+
+
+# ------------------------------------------------------------------ one letter a token, and no other process
+
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz01234", "<end>", *"56789"]
+END = LETTERS.index("<end>")
+
+
+class Within:
+    """Answers as the process that tries grammars, within this one."""
+
+    def __init__(self, *_):
+        self.runs, self.asked = False, []
+
+    def ask(self, line, timeout_s):
+        self.runs = True
+        self.asked.append(json.loads(line))
+        return dict(grammar_probe._answer(line, 0))
+
+    def end(self):
+        self.runs = False
+        grammar_probe._FOUND.clear()
+
+
+@pytest.fixture
+def letters(monkeypatch):
+    """The grammars of a tokenizer of 36 letters and an end, the last bit of a word."""
+    made = Tokenizer(models.BPE(vocab={text: n for n, text in enumerate(LETTERS)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    monkeypatch.setattr(grammar, "SandboxProcess", Within)
+    monkeypatch.setattr(grammar_probe, "limit_memory", lambda more_bytes: None)
+    monkeypatch.setattr(grammar_probe, "_FOUND", [])
+    return Grammars(PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>"), len(LETTERS), {END})
+
+
+def place(letters, form, **options):
+    return letters.constraint(kvkeep.Request(prompt=(1,), structured_outputs=form, **options))
+
+
+def allowed(constraint):
+    """The tokens that may come next."""
+    found = masked(torch.zeros(1, len(LETTERS)), [constraint])
+    return {LETTERS[token] for token in found.isfinite()[0].nonzero().flatten().tolist()}
+
+
+def test_a_form_allows_its_next_tokens_and_its_end_unless_that_is_to_be_avoided(letters):
+    free, on = (place(letters, {"regex": "ab?"}, ignore_end=avoids) for avoids in (False, True))
+    assert allowed(free) == allowed(on) == {"a"}
+    for constraint in (free, on):
+        constraint.take(LETTERS.index("a"))
+    assert (allowed(free), allowed(on)) == ({"b", "<end>"}, {"b"})
+    with pytest.raises(KVKeepError, match=r"The grammar of the answer became too complex \(.*\)\. Use a simpler one"):
+        free.take(LETTERS.index("c"))
+    assert not on.complete
+    on.take(LETTERS.index("b"))
+    assert on.complete
+    assert allowed(on) == {"<end>"}  # where nothing else may follow
+    assert on.error is None
+
+
+def test_rows_without_a_form_keep_their_logits(letters):
+    logits = torch.arange(3.0 * len(LETTERS)).view(3, -1)
+    assert masked(logits, [None] * 3) is logits
+    found = masked(logits, [None, place(letters, {"choice": ["9"]}), None])
+    assert torch.equal(found[::2], logits[::2])
+    assert found[1].isfinite().nonzero().tolist() == [[LETTERS.index("9")]]
+    assert place(letters, None) is None
+
+
+def test_a_form_that_the_grammar_engine_gives_up_allows_nothing_and_says_why(letters):
+    place(letters, {"choice": ["a"]})
+    limits = llguidance.LLParserLimits(max_lexer_states=10)
+    tokens = grammar_probe._FOUND[0]
+    given_up = Constraint(llguidance.LLMatcher(tokens, COMPLEX, log_level=0, limits=limits), tokens.vocab_size, (END,))
+    for letter in "abab":
+        if allowed(given_up):
+            given_up.take(LETTERS.index(letter))
+    assert allowed(given_up) == set()
+    assert grammar.failure(given_up.error).startswith("The grammar of the answer became too complex (lexer error: too")
+    endless = llguidance.LLMatcher(tokens, "start: start", log_level=0)
+    endless.compute_logit_bias()
+    assert grammar.failure(endless.get_error()) == (
+        "The form of the answer has no text that ends: a part of it holds itself in every case, so no token can follow."
+    )
+
+
+def test_forms_of_every_kind_are_translated(letters):
+    for form, first in [
+        ({"json": {"type": "boolean"}}, {"t", "f"}),
+        ({"regex": "[ab]"}, {"a", "b"}),
+        ({"choice": ["a.", "[c"]}, {"a"}),
+        ({"grammar": 'root ::= "x" | "y" root'}, {"x", "y"}),
+        (Structure("lark", 'start: "x" | "z" start'), {"x", "z"}),
+    ]:
+        assert allowed(place(letters, form)) == first, form
+
+
+def test_a_form_that_cannot_be_used_is_refused_with_the_reason(letters):
+    for form, said in [
+        ({"json": {"type": "objekt"}}, "The JSON schema cannot be used: Invalid type: objekt"),
+        ({"regex": "a["}, "The regular expression cannot be used: unclosed character class"),
+        ({"grammar": "root ::= root"}, "cannot be used: no text that ends: a part of it holds itself in every case"),
+        ({"grammar": 'root ::= "x" root'}, "its rule root has no text that ends, as each of its alternatives"),
+        ({"grammar": 'start: a\na: "x" a'}, "its rule a has no text that ends"),
+        ({"choice": ["a"], "regex": None}, None),
+    ]:
+        if said is None:
+            assert allowed(place(letters, form)) == {"a"}  # a refusal spoils nothing
+        else:
+            with pytest.raises(grammar.FormError, match=said):
+                place(letters, form)
+
+
+def test_few_forms_are_kept_and_a_process_tries_few(letters, monkeypatch):
+    monkeypatch.setattr(grammar, "MOST", 2)
+    monkeypatch.setattr(grammar, "_MOST_TRIED", 2)
+    for word in ("a", "b", "b", "a", "c", "a", "b"):
+        place(letters, {"choice": [word]})
+    asked = [one.get("text", "the tokenizer") for one in letters._worker.asked]
+    assert asked == ["the tokenizer", '["a"]', '["b"]', "the tokenizer", '["c"]', '["b"]']
+
+
+def test_a_process_that_takes_too_long_or_does_not_start_is_named(letters, monkeypatch):
+    place(letters, {"choice": ["a"]})
+    monkeypatch.setattr(Within, "ask", lambda *_: None)
+    with pytest.raises(
+        grammar.FormError, match=r"The choice takes more than 5 s or 128 MiB to compile\. Use a simpler"
+    ):
+        place(letters, {"choice": ["b"]})
+    letters.close()
+    with pytest.raises(grammar.FormError, match=r"cannot be used \(it does not read the tokenizer\)"):
+        place(letters, {"choice": ["a"]})
+
+
+def test_special_tokens_have_no_text_in_vocabularies_of_both_kinds():
+    special = {"id": 1, "content": "<unk>", "special": True}
+    plain = {"id": 2, "content": "<b>", "special": False}
+    hidden = "\U0010fffd1\U0010fffd"
+    for before, after in [
+        ({"vocab": {"a": 0, "<unk>": 1}}, {"vocab": {"a": 0, hidden: 1}}),
+        ({"vocab": [["a", -1.5], ["<unk>", 0.0]]}, {"vocab": [["a", -1.5], [hidden, 0.0]]}),
+        ({"vocab": {"<unk>": 1}, "unk_token": "<unk>"}, {"vocab": {hidden: 1}, "unk_token": hidden}),
+        ({"vocab": {}, "unk_token": "a"}, {"vocab": {}, "unk_token": "a"}),
+    ]:
+        found = json.loads(without_special_texts(json.dumps({"added_tokens": [special, plain], "model": before})))
+        assert found == {"added_tokens": [{**special, "content": hidden}, plain], "model": after}

@@ -86,6 +86,28 @@ def test_what_is_not_understood_counts_as_a_text_that_ends(grammar):
     assert endless_rule(grammar) is None
 
 
+def test_the_rule_that_holds_itself_is_named():
+    for grammar, rule in {
+        'start: "x" start': "start",
+        '%import common.INT\n%override start: "x" start': "start",
+        'start: "x" %json {"$ref": "#"}': "start",
+        'start: a\na: ("x" a)+': "a",
+        "start: start{1,2}": "start",
+        "start: start{0,2}": None,
+        "start: start ~ 0..2": None,
+        "start: start?": None,
+        "start: [start]": None,
+        "start: A\nA: A": None,
+    }.items():
+        assert endless_rule(grammar) == rule, grammar
+
+
+def test_syntax_that_is_not_known_counts_as_a_text_that_ends():
+    for line in ("b", '"x": b', "b: (", "b: b)", "b: @{ b @}", "b: %json {", "b: + b", "§", "%override"):
+        assert endless_rule(f"start: start\n{line}") is None, line
+    assert endless_rule("start: start\nb: b") == "start"
+
+
 def test_long_grammars_take_no_more_than_a_look_at_each_part():
     chain = "\n".join(f"r{n}: r{n + 1} | r{n + 1} r{n}" for n in range(10_000))
     assert endless_rule(f"start: r0\n{chain}\nr10000: start") is not None

@@ -9,6 +9,7 @@ import torch
 import kvkeep
 from kvkeep.batch.input import parse
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.request import Structure, json_structure, structure_of, turn_of
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models.load import load
@@ -156,11 +157,94 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "said"), WRONG, ids=range(len(WRONG)))
-def test_what_is_no_prompt_is_refused_in_one_sentence(asked, said, no_checked_annotations):
-    with pytest.raises(InputError, match=said) as found:
-        Request(**asked)
-    assert len(str(found.value)) < 200
+def test_what_is_no_prompt_is_refused_in_one_sentence(no_checked_annotations):
+    for asked, said in WRONG:
+        with pytest.raises(InputError, match=said) as found:
+            Request(**asked)
+        assert len(str(found.value)) < 200
+
+
+WRONG_FIELDS = [
+    ({"add_generation_prompt": 0}, "add_generation_prompt=0 is neither True nor False"),
+    ({"continue_final_message": True}, "continue_final_message is for messages, and this request has a prompt"),
+    ({"tools": [{"type": "function"}]}, "tools are told by the chat template, and a prompt goes without"),
+    ({"messages": CHAT, "prompt": None, "tools": "f"}, "tools='f' is no list of tools like"),
+    ({"messages": CHAT, "prompt": None, "tools": [3]}, r"tools=\[3\] is no list of tools like"),
+    ({"chat_template_kwargs": [1]}, r"chat_template_kwargs=\[1\] is no mapping such as"),
+    ({"chat_template_kwargs": {1: 2}}, "is no mapping such as"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt, which is a field of the"),
+    ({"stop": ["a", 3]}, "is no text and no sequence of texts"),
+    ({"stop": 3}, "stop=3 is no text"),
+    ({"stop": ["a", ""]}, "An empty stop text would end every generation"),
+    ({"stop_token_ids": "7"}, "stop_token_ids='7' is no list of token ids"),
+    ({"stop_token_ids": 7}, "stop_token_ids=7 is no list"),
+    ({"keep_as": "é" * 101}, r"name=.é{39}… is longer than 200 bytes; give a shorter name"),
+    ({"keep_as": ""}, "name='' is no name of a session"),
+    ({"keep_as": "a/b"}, "name='a/b' cannot be the name of a session's file"),
+    ({"sampling": {"temperature": 1}}, "is no kvkeep.SamplingParams"),
+    ({"ignore_end": 1}, "ignore_end=1 is neither True nor False"),
+    ({"policy": 3}, "policy=3 is neither a policy nor the name of one"),
+    ({"reposition": 1}, "reposition=1 is neither True, False nor None"),
+    ({"owner": None}, "owner=None is no text"),
+    ({"adapter": 3}, "adapter=3 is no name of an adapter"),
+    ({"cache_salt": 3}, "cache_salt=3 is no text"),
+    ({"snapshot": 3}, "snapshot=3 is no kvkeep.Snapshot"),
+]
+
+
+def test_a_field_of_the_wrong_kind_is_refused_in_one_sentence(no_checked_annotations):
+    for fields, said in WRONG_FIELDS:
+        with pytest.raises(InputError, match=said) as found:
+            Request(**{"prompt": "a", **fields})
+        assert len(str(found.value)) < 200
+
+
+def test_fields_are_taken_as_people_write_them(no_checked_annotations):
+    made = Request(messages=CHAT, tools=iter([{"type": "function"}]), stop="a", stop_token_ids=[5, 3, 5], keep_as="é")
+    assert (made.tools, made.stop, made.stop_token_ids) == (({"type": "function"},), ("a",), (3, 5))
+    assert Request(prompt="a", stop=iter(["b", "c"]), cache_salt="s").stop == ("b", "c")
+
+
+def test_what_belongs_to_a_conversation_is_no_part_of_a_turn():
+    for fields, said in [
+        ({"drops": [(1, [(0, 1)])]}, r"with session\.drop\(\.\.\.\), and a turn names none"),
+        ({"adapter": "anna"}, r"adapter from engine\.session\(\.\.\.\); a turn names none"),
+        ({"sequence": 1}, "a turn names none"),
+        (
+            {"prompt": None, "messages": CHAT, "add_generation_prompt": False},
+            "add_generation_prompt belongs to a whole",
+        ),
+    ]:
+        with pytest.raises(InputError, match=said):
+            turn_of(Request(**{"prompt": (1, 2), **fields}), None)
+    told = Request(messages=CHAT, chat_template_kwargs={"enable_thinking": False})
+    assert turn_of(told, None) == told
+
+
+def test_a_form_of_an_answer_is_named_once_and_by_its_name(no_checked_annotations):
+    for given, said in [
+        (5, "structured_outputs=5 is no mapping such as"),
+        ({}, "names 0 forms; give one of json, json_object, regex, choice, grammar"),
+        ({"json_object": False, "regex": None}, "names 0 forms"),
+        ({"regex": "a", "choice": ["b"]}, "names 2 forms"),
+        ({"choise": ["b"]}, "has no 'choise'; did you mean choice"),
+        ({"nothing": 1}, "has no 'nothing'; there are json, json_object, regex"),
+        ({"json_object": "yes"}, "json_object='yes'; give True, or leave it out"),
+        ({"choice": "ab"}, "choice='ab'; give a list of texts"),
+        ({"choice": []}, r"choice=\[\]; give a list of texts"),
+        ({"choice": ["a", ""]}, "give a list of texts that are not empty"),
+        ({"regex": 5}, "regex=5; give a text that is not empty"),
+        ({"grammar": ""}, "grammar=''; give a text that is not empty"),
+        ({"regex": "a" * 200_000}, "200000 characters, and there may be 131072"),
+        ({"regex": "\ud83d"}, "has half of a character"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            structure_of(given)
+    assert structure_of({"choice": ["é"], "json_object": False}) == Structure("choice", '["é"]')
+    assert structure_of({"regex": "a+"}) == Structure("regex", "a+")
+    found = structure_of({"json_object": True})
+    assert (found, json.loads(found.text)["type"]) == (json_structure({"type": "object"}), "object")
+    assert structure_of(found) is found
 
 
 @pytest.mark.parametrize(
