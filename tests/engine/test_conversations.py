@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvkeep.engine import Engine, Request
+from kvkeep.engine import Engine, Request, conversations
 from kvkeep.engine.conversations import LEAST_TOKENS
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.errors import InputError, PolicyError, SnapshotError
+from kvkeep.errors import InputError, SnapshotError
 from kvkeep.snapshot.snapshot import Snapshot
 
 from .models import model
@@ -331,10 +331,14 @@ def test_conversations_beyond_main_memory_lie_on_the_disk(tmp_path):
         assert [result.cached_tokens for _, result in turns(engine)][1:] == [30, 41, 52]
 
 
-@pytest.mark.parametrize("bad", [{"conversations": "often"}, {"conversation_ttl": 0.0}, {"conversation_memory": -1}])
-def test_settings_that_cannot_be_used(bad):
-    with pytest.raises((InputError, PolicyError)):
-        engine_of(**bad)
+def test_settings_that_cannot_be_used():
+    for bad, said in [
+        ({"conversations": "often"}, "conversations='often' is unknown; give one of"),
+        ({"conversation_ttl": 0.0}, "conversation_ttl=0.0 is no time; give seconds above 0"),
+        ({"conversation_memory": -1}, "conversation_memory=-1 is outside 0"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            engine_of(**bad)
 
 
 def test_a_client_that_leaves_while_its_memory_is_written_leaves_no_half_of_it(tmp_path, monkeypatch):
@@ -403,6 +407,17 @@ def test_a_file_with_a_damaged_note_keeps_no_engine_from_starting(tmp_path, bad)
     with engine_of(session_dir=tmp_path) as engine:
         assert engine.session_names == ["talk"]
         assert ask(engine, [*FIRST, 5], keep_as=None).cached_tokens == 0
+
+
+def test_a_file_whose_note_names_no_reader_is_left_to_its_client(tmp_path, caplog):
+    with engine_of(session_dir=tmp_path) as engine:
+        ask(engine, FIRST, keep_as="talk")
+        snapshot = engine.session(name="talk").snapshot()
+    note = {**snapshot.note, "conversation": {"owner": 5, "salt": "", "name": "talk"}}
+    replace(snapshot, note=note).save(tmp_path / "talk.kvkeep")
+    with engine_of(session_dir=tmp_path, conversation_ttl=1e-6) as engine:
+        assert engine.session_names == ["talk"]  # it does not expire
+    assert "The conversation talk cannot be used: The note of the file is none that an engine writes" in caplog.text
 
 
 def test_a_use_by_name_counts_and_a_running_turn_keeps_its_conversation(monkeypatch):
@@ -520,6 +535,24 @@ def test_messages_that_a_client_leaves_out_are_read_anew_where_the_memory_does_n
         pins = {"pins": ((0, 4),)}
         _, shorter, _ = left_out_of(engine, **pins)
         assert ask(engine, shorter, **pins).read_anew == ""
+
+
+def test_the_reasons_of_the_last_requests_alone_are_told(monkeypatch):
+    monkeypatch.setattr(conversations, "_REASONS", 1)
+    with talk_engine(monkeypatch, "auto") as engine:
+        _, shorter, _ = left_out_of(engine)
+        first, second = (ask(engine, shorter, keep_as=None, new=1) for _ in range(2))
+        assert "under conversations=continue alone" in first.read_anew == second.read_anew
+        assert (engine.read_anew(first.id), engine.read_anew(second.id)) == ("", second.read_anew)
+
+
+def test_a_prompt_with_other_pins_does_not_go_on_from_what_was_left_out(monkeypatch):
+    with talk_engine(monkeypatch) as engine:
+        _, shorter, gone = left_out_of(engine)
+        for pins in ([(0, 4)], [(gone[0], gone[0] + 3)]):
+            found = ask(engine, shorter, keep_as=None, new=1, pins=pins)
+            assert "pinned that the conversation does not pin, or behind the messages that are left" in found.read_anew
+            assert found.dropped_tokens == 0
 
 
 def test_others_never_go_on_from_what_was_left_out(monkeypatch):

@@ -1,13 +1,14 @@
 """Texts that end a generation, and texts that only look like the beginning of one."""
 
 import sys
+import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.engine import Engine, Request, detokenizer
-from kvkeep.engine.detokenizer import StopText
+from kvkeep.engine.detokenizer import StopText, TokenTexts
 from kvkeep.engine.sampling_params import SamplingParams
 
 PIECES = ("a", "b", "\n", ".", "ab", "ba.b", "\na")
@@ -37,6 +38,32 @@ def test_equals_a_search_in_the_whole_text(tokens, endings):
     pieces.append(tail.end())
     if not stopped:
         assert "".join(pieces) == tail.text == letters(tokens)
+
+
+class Spelled:
+    """A tokenizer of three entries, the last of which changes the text before it."""
+
+    entries = ("a", b"\xc3", "e\u0301")
+
+    def decode(self, ids, skip_special_tokens):
+        text = "".join(str(self.entries[i], "latin-1") if i == 1 else self.entries[i] for i in ids)
+        return unicodedata.normalize("NFC", text)
+
+    def convert_ids_to_tokens(self, token):
+        return self.entries[token]
+
+    def encode(self, text, add_special_tokens):
+        return [0]
+
+
+def test_a_token_is_read_from_its_entry_or_from_what_it_adds_to_a_text():
+    texts = TokenTexts(Spelled())
+    assert texts.bytes_of(1) == b"\xc3"
+    assert texts.bytes_of(2) == "é".encode()
+    assert texts.after(None, 2) == "é"
+    assert texts.after(0, 0) == "a"
+    Spelled.entries = ("a", b"\xc3", "\u0301")
+    assert texts.after(0, 2) == "\u0301"  # together they are one character, which does not begin with the first
 
 
 def test_nothing_is_said_after_a_stop_text():

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvkeep.engine import Engine, Request, dispatcher
-from kvkeep.engine.dispatcher import FairLock
+from kvkeep.engine.dispatcher import AsyncEvents, Dispatcher, FairLock, ThreadBox, Uninterrupted
+from kvkeep.engine.request import Event
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import InputError, KVKeepError
@@ -153,6 +154,77 @@ def test_a_turn_is_taken_in_the_order_of_asking():
         thread.join()
     assert order == list(range(5))
     assert not turn.mine
+
+
+def test_in_a_forked_process_busy_engines_are_lost_and_idle_ones_are_not(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_services", weakref.WeakSet())
+    busy, idle = Dispatcher(), Dispatcher()
+    with busy.turn:
+        dispatcher._leave_behind()
+    assert (busy.turn.lost, idle.turn.lost) == (True, False)
+    with pytest.raises(InputError, match="This process was forked while the engine was at work"), busy.turn:
+        pass
+    with idle.turn:
+        assert idle.turn.mine
+    assert not dispatcher._services  # the end of this process waits for none of them
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Uninterrupted():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_goes_to_the_listener_of_its_request_alone():
+    service, box = Dispatcher(), ThreadBox()
+    service.listen(7, box, lambda: None)
+    service.refuse(8, InputError("of another"))
+    assert box.empty
+    service.refuse(7, InputError("its own"))
+    with pytest.raises(InputError, match="its own"):
+        box.take()
+    assert not box.open
+
+
+def test_a_listener_that_leaves_within_a_step_is_missed_at_the_end_of_the_step():
+    service, ended = Dispatcher(), []
+
+    def listening(number):
+        def step():
+            service.deliver(Event(number, 1, "a"))
+
+        def add(one, box):
+            service.listen(one, box, step)
+
+        events = service.drain(iter([number]), add, lambda: True, step=step, end=ended.append)
+        assert next(events).id == number
+        return events
+
+    events = listening(1)
+    with service.turn:
+        events.close()
+        assert ended == []
+        service.sweep(ended.append)
+    assert ended == [1]
+    listening(2).close()
+    assert ended == [1, 2]
+
+
+def test_a_stream_that_is_begun_twice_is_one_request():
+    asked = []
+
+    async def main():
+        events = AsyncEvents(lambda box: asked.append(box) or 7, lambda box: None)
+        await events.begin()
+        await events.begin()
+        return events.number
+
+    assert asyncio.run(main()) == 7
+    assert len(asked) == 1
 
 
 def test_an_interrupt_while_waiting_for_the_turn_gives_it_up():

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 from sweeps import sweep
+from transformers import Gemma3TextConfig
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
-from kvkeep.engine import Engine, Request
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.engine import Engine, Request, admission
 from kvkeep.engine.admission import _limits, free_bytes
 from kvkeep.engine.kv_blocks import Blocks
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import show_bytes
 from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse
 
-from .models import VOCABULARY, alone, model
+from .models import CONFIGS, VOCABULARY, alone, model
 
 
 def storage(engine):
@@ -119,38 +122,71 @@ def test_a_device_that_reports_exhaustion_itself_is_not_asked():
     assert free_bytes(torch.device("meta")) is None
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({}, []),
-        ({"a/b": "max"}, []),
-        ({"a/b": "1000"}, [1000 - 300 + 120]),
-        ({"a/b": "1000", "a": "800", "": "max"}, [820, 620]),
-        ({"a/b": "200"}, [20]),
-        ({"": "5000"}, [4820]),
-        ({"a/b": "many"}, []),
-    ],
-)
-def test_a_limit_on_the_process_counts(tmp_path, limits, expected):
+def test_a_limit_on_the_process_counts(tmp_path):
     """As containers have one; also one on a group around it."""
-    root = tmp_path / "cgroup"
-    for name in ("", "a", "a/b"):
-        (root / name).mkdir(parents=True, exist_ok=True)
-        (root / name / "memory.current").write_text("300\n")
-        (root / name / "memory.stat").write_text("anon 100\ninactive_file 120\nactive_file 80\n")
-    for name, limit in limits.items():
-        (root / name / "memory.max").write_text(f"{limit}\n")
     groups = tmp_path / "groups"
     groups.write_text("1:name=systemd:/x\n0::/a/b\n")
-    assert list(_limits(root, groups)) == expected
+    for place, (limits, expected) in enumerate(
+        [
+            ({}, []),
+            ({"a/b": "max"}, []),
+            ({"a/b": "1000"}, [1000 - 300 + 120]),
+            ({"a/b": "1000", "a": "800", "": "max"}, [820, 620]),
+            ({"a/b": "200"}, [20]),
+            ({"": "5000"}, [4820]),
+            ({"a/b": "many"}, []),
+        ]
+    ):
+        root = tmp_path / str(place)
+        for name in ("", "a", "a/b"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+            (root / name / "memory.current").write_text("300\n")
+            (root / name / "memory.stat").write_text("anon 100\ninactive_file 120\nactive_file 80\n")
+        for name, limit in limits.items():
+            (root / name / "memory.max").write_text(f"{limit}\n")
+        assert list(_limits(root, groups)) == expected
 
 
-@pytest.mark.parametrize("content", [None, "", "1:memory:/docker\n", "0::/gone\n", "0::/../..\n"])
-def test_without_such_a_limit_the_memory_of_the_machine_counts(tmp_path, content):
+def test_layouts_of_many_policies_are_forgotten(monkeypatch):
+    monkeypatch.setattr(admission, "MOST_POLICIES", 2)
+    engine = Engine(model("llama"), policy="h2o", budget=8, rows=1)
+    for recent in range(5):
+        policy = parse(f"h2o:recent={recent}")
+        engine.cancel(engine.add(Request(prompt=(1, 2, 3), policy=policy)))
+        assert policy in engine._admission._layouts
+        assert len(engine._admission._layouts) <= 2
+
+
+def test_a_stop_token_beyond_the_vocabulary_is_refused():
+    engine = Engine(model("llama"), policy="h2o", budget=8, rows=1)
+    with pytest.raises(InputError, match=f"stop_token_ids={VOCABULARY} is no token: .* vocabulary has {VOCABULARY}"):
+        engine.add(Request(prompt=(1, 2), stop_token_ids=[3, VOCABULARY]))
+    asked = Request(prompt=(1, 2), stop_token_ids=range(VOCABULARY), sampling=SamplingParams(min_new_tokens=1))
+    with pytest.raises(InputError, match="has all tokens, so none is left for min_new_tokens"):
+        engine.add(asked)
+    assert not engine.busy
+
+
+def test_layers_that_are_all_sliding_windows_have_room_for_every_text():
+    slides, looks_back = (
+        Gemma3TextConfig(
+            **{name: getattr(CONFIGS["gemma3"], name) for name in ("num_hidden_layers", "head_dim", "sliding_window")},
+            layer_types=["sliding_attention"] * 4 + [last],
+        )
+        for last in ("sliding_attention", "full_attention")
+    )
+    assert Layout.of(slides, parse("full")).room(8) is None
+    admission.check_room(Layout.of(slides, parse("full")), 8, 1000, 1000)
+    with pytest.raises(CapacityError, match="1000 tokens of the prompt and 1000 new ones need 1999 slots"):
+        admission.check_room(Layout.of(looks_back, parse("full")), 8, 1000, 1000)
+
+
+def test_without_such_a_limit_the_memory_of_the_machine_counts(tmp_path):
     groups = tmp_path / "groups"
-    if content is not None:
-        groups.write_text(content)
     assert list(_limits(tmp_path / "cgroup", groups)) == []
+    for content in ("", "1:memory:/docker\n", "0::/gone\n", "0::/../..\n"):
+        groups.write_text(content)
+        assert list(_limits(tmp_path / "cgroup", groups)) == []
 
 
 def test_rows_that_could_not_be_allocated_are_none(monkeypatch):

@@ -77,14 +77,13 @@ def test_random_policies_share_within_one_sequence_only(policy, shared):
     assert again.token_ids == other.token_ids
 
 
-@pytest.mark.slow
 def test_least_recently_used_memories_go_first():
     engine = engine_of()
-    run(engine, wish(prompt_of(9, 5)))
+    run(engine, wish(prompt_of(9, 5), 1))
     one = engine._prefix_cache.held_bytes  # a single border
     engine = engine_of(memory=int(2.5 * one))
     a, b, c = (prompt_of(i, 5) for i in range(3))
-    found = run(engine, wish(a), wish(b), wish(a), wish(c), wish(a), wish(b))
+    found = run(engine, *(wish(prompt, 1) for prompt in (a, b, a, c, a, b)))
     assert [result.cached_tokens for result in found] == [0, 0, 4, 0, 4, 0]
     assert len(engine._prefix_cache) == 2
     assert 0 < engine._prefix_cache.held_bytes <= 2.5 * one

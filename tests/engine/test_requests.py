@@ -295,9 +295,8 @@ def test_texts_need_a_tokenizer(asked):
         Engine(model("llama"), budget=8, rows=1).generate(asked)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_an_engine_names_the_argument_that_is_wrong(no_checked_annotations):
+    for options, said in [
         ({"budget": 0.2}, "budget=0.2 is not a whole number; for a fraction use budget_from_ratio"),
         ({"budget": "128"}, "budget='128' is not a whole number"),
         ({"budget": None}, "budget=None is not a whole number"),
@@ -309,11 +308,16 @@ def test_texts_need_a_tokenizer(asked):
         ({"kv_memory": 10**5000}, "kv_memory is a number of 16610 bits"),
         ({"prefill_chunk": "512"}, "prefill_chunk='512' is not a whole number"),
         ({"tokenizer": "gpt2"}, "A str is no tokenizer"),
-    ],
-)
-def test_an_engine_names_the_argument_that_is_wrong(options, said, no_checked_annotations):
-    with pytest.raises((BudgetError, InputError), match=said):
-        Engine(model("llama"), **options)
+    ]:
+        with pytest.raises((BudgetError, InputError), match=said):
+            Engine(model("llama"), **options)
+
+
+def test_an_engine_of_a_configuration_takes_its_settings_and_further_ones(no_checked_annotations):
+    engine = Engine.from_config({"policy": "tova", "budget": 8, "model": "another"}, model("llama"), budget=6, rows=1)
+    assert (str(engine.policy), engine.budget, engine.rows) == ("tova", 6, 1)
+    with pytest.raises(InputError, match=r"3 is no configuration; give the path of a kvkeep\.toml, or a mapping"):
+        Engine.from_config(3)
 
 
 @pytest.mark.parametrize("wrong", ["gpt2", ("model", "tokenizer"), None])

@@ -14,9 +14,9 @@ from sweeps import sweep
 import kvkeep
 from kvkeep.engine import Engine
 from kvkeep.engine.dispatcher import FairLock
-from kvkeep.engine.session_store import SessionStore
+from kvkeep.engine.session_store import SessionStore, joined
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Pending, Snapshot
 
 from .models import model
 from .session_models import answers, engine_of, short
@@ -376,3 +376,25 @@ def test_what_stands_in_the_way_of_a_file_is_an_error_and_loses_nothing(obstacle
         (folder / "anna.kvkeep").unlink()
     (folder / "anna.kvkeep").write_bytes(saved)
     assert session.ask(TURNS[1], short()).token_ids == answers(TURNS[:2])[1]
+
+
+def test_several_ends_of_a_turn_are_one_that_waits_for_the_last():
+    said = []
+
+    def end(name, fails=False):
+        def finish():
+            said.append(f"{name} ends")
+            if fails:
+                raise SnapshotError(name)
+
+        return Pending(f"the writing of {name}", finish, lambda: said.append(f"{name} is cancelled"))
+
+    first, second = end("a", fails=True), end("b")
+    assert joined([None, None]) is None
+    assert joined([None, first]) is first
+    both = joined([first, None, second])
+    assert both.writing == "the writing of b"
+    with pytest.raises(SnapshotError, match="a"):
+        both.finish()
+    both.cancel()
+    assert said == ["a ends", "b ends", "a is cancelled", "b is cancelled"]

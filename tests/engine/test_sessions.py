@@ -4,6 +4,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.dispatcher import ThreadBox
+from kvkeep.engine.session import MOST_TURNS_BACK, TurnStates
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
 from .models import DEVICE, model
@@ -419,9 +421,8 @@ def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monke
     assert is_as_before(session)
 
 
-@pytest.mark.parametrize(
-    ("asked", "match"),
-    [
+def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, no_checked_annotations):
+    for asked, match in [
         ((), "no tokens"),
         ("", "empty"),
         ("a text", "no tokenizer"),
@@ -433,17 +434,16 @@ def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monke
         (None, "prompt"),
         (7, "prompt"),
         (b"ab", "prompt"),
-        ({"input_ids": [1]}, "prompt.input_ids"),
+        ({"input_ids": [1]}, "is a single message"),
         (Request(prompt=[1], policy="h2o"), "engine.session"),
         (Request(prompt=[1], budget=3), "engine.session"),
         (Request(prompt=[1], sequence=3), "engine.session"),
-    ],
-)
-def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, asked, match, no_checked_annotations):
-    with pytest.raises(InputError, match=match):
-        session.ask(asked)
-    assert not session.running
-    assert not host_of(session).busy
+        (Request(prompt=[1], structured_outputs={"choice": ["a"]}), "Structured output needs"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            session.ask(asked)
+        assert not session.running
+        assert not host_of(session).busy
     assert is_as_before(session)
 
 
@@ -537,6 +537,56 @@ def test_a_session_does_not_go_on_under_other_weights(session):
     assert result.finish_reason == "error"
     assert "Different: weights" in result.error
     assert is_as_before(session)
+
+
+def test_a_text_that_cannot_be_read_is_an_error_and_changes_nothing(session):
+    hook = model("llama").register_forward_pre_hook(failing)
+    with pytest.raises(InputError, match=r"The text was not read: .*the model fails.* Read it again"):
+        session.read(TURNS[3])
+    hook.remove()
+    assert is_as_before(session)
+
+
+def test_a_memory_on_the_disk_is_rewound_and_drops_tokens(tmp_path):
+    with engine_of("full", 60, session_dir=tmp_path, session_memory=0) as engine:
+        session = engine.session()
+        session.ask(TURNS[0], short())
+        before = session.snapshot()
+        assert session.drop(spans=[(1, 3)]) == ((1, 3),)
+        assert session.history.dropped == ((1, 3),)
+        assert (session.snapshot().contents.layers[0].positions >= 0).sum(-1).max() == before.seen - 2
+        session.rewind(before)
+        assert session.history.dropped == ()
+        assert session.ask(TURNS[1], short()).token_ids == answers(TURNS[:2], policy="full", budget=60)[1]
+        assert engine.session_bytes[0] == 0
+
+
+def test_a_turn_whose_listener_has_left_is_not_queued(session):
+    box = ThreadBox()
+    box.left = True
+    session._enqueue(TURNS[1], short(), box)
+    assert not host_of(session).busy
+    assert is_as_before(session)
+
+
+def test_the_memories_that_a_session_goes_back_to_are_bounded():
+    states, memories = TurnStates(), [SimpleNamespace(nbytes=n) for n in range(12)]
+    states.replace_last(memories[11])  # without one that was noted
+    states.replace_last(memories[1])
+    assert (list(states), states.turns, states.nbytes) == ([memories[1]], 0, 1)
+    states.add_oldest(memories[0])
+    assert list(states) == memories[:2]
+    for memory in memories[2:]:
+        states.add(memory)
+    kept = MOST_TURNS_BACK + 1
+    assert list(states) == memories[-kept:]
+    states.add_oldest(memories[0])  # no room
+    assert (states[0], states.turns) == (memories[-kept], MOST_TURNS_BACK)
+    other = states.copied()
+    other.drop_oldest()
+    other.take_back(2)
+    assert list(other) == memories[-kept + 1 : -2]
+    assert len(states) == kept
 
 
 def test_a_running_session_is_not_rewound(session):

@@ -17,7 +17,7 @@ from kvkeep.budget import Number, by_head
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed, state_part
 from kvkeep.cache.layer_block import reach, store_for
-from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
+from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.joint_block import JointBlock
@@ -262,14 +262,12 @@ class Blocks:
         return tuple(found[layer] for layer in sorted(found))
 
     def check(self, copies: Sequence[RowCopy], policy: Policy) -> None:
-        """Refuse copies of a row that do not fit these blocks under a policy. Nothing is written.
+        """Refuse copies of a row, one for each layer, that do not fit these blocks under a policy. Nothing is written.
 
         Raises:
             ShapeError: the copies belong to another model or policy.
             BudgetError: heads have budgets of their own, which the policy does not give them.
         """
-        if len(copies) != len(self._blocks):
-            raise ShapeError(f"The memory of {len(copies)} layers was given to rows of {len(self._blocks)} layers.")
         for stack in self._stacks:
             block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
             if stack.is_pool:
