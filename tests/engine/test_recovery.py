@@ -17,6 +17,7 @@ from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.tensor_parallel import EngineAgreement
 from kvkeep.errors import (
     BrokenCacheError,
     BudgetError,
@@ -25,6 +26,7 @@ from kvkeep.errors import (
     PolicyError,
     UnsupportedModelError,
 )
+from kvkeep.head_sharding import Heads
 from kvkeep.policies.base import Policy
 
 from .models import CONFIGS, DEVICE, alone, model
@@ -609,3 +611,21 @@ def test_a_selection_of_rows_that_is_cut_between_layers_is_noticed():
 def test_numbers_of_an_engine_are_numbers(options, no_checked_annotations):
     with pytest.raises(BudgetError):
         Engine(model("llama"), **{"policy": "local", "budget": 8, **options})
+
+
+def test_a_failure_in_one_of_several_processes_is_raised_as_it_is(monkeypatch):
+    """The others may not have failed, and would wait for ever; alone, an engine ends the request with the error."""
+
+    def fail(*args):
+        raise RuntimeError("the model fails")
+
+    engine, asked = Engine(model("llama"), policy="h2o", budget=8, rows=1), Request(prompt=(1, 2, 3), sampling=new(2))
+    hook = model("llama").register_forward_pre_hook(fail)
+    try:
+        assert engine.generate(asked)[0].error == "RuntimeError: the model fails"
+        engine._agreement = EngineAgreement(Heads(0, 2), DEVICE, {})
+        monkeypatch.setattr(Heads, "alike", lambda self, number, device: True)
+        with pytest.raises(RuntimeError, match="the model fails"):
+            engine.generate(asked)
+    finally:
+        hook.remove()

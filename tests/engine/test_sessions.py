@@ -15,7 +15,14 @@ import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.dispatcher import ThreadBox
 from kvkeep.engine.session import MOST_TURNS_BACK, TurnStates
-from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
+from kvkeep.errors import (
+    BudgetError,
+    CapacityError,
+    InputError,
+    KVKeepError,
+    PolicyError,
+    SnapshotError,
+)
 
 from .models import DEVICE, model
 from .session_models import BUDGET, Alone, answers, engine_of, host_of, short
@@ -567,6 +574,14 @@ def test_a_turn_whose_listener_has_left_is_not_queued(session):
     session._enqueue(TURNS[1], short(), box)
     assert not host_of(session).busy
     assert is_as_before(session)
+
+
+def test_a_session_without_a_name_may_be_discarded(session):
+    engine = host_of(session)
+    session.discard()
+    with pytest.raises(InputError, match="The session is closed"):
+        session.ask(TURNS[1], short())
+    assert not engine.busy
 
 
 def test_the_memories_that_a_session_goes_back_to_are_bounded():
