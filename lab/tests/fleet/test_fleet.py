@@ -18,7 +18,7 @@ from kvkeep_lab.fleet.setup import Fleet
 from kvkeep_lab.fleet.sizing import bounded, paged, plan_for
 from kvkeep_lab.fleet.steps import Limits, fit, read_steps
 from kvkeep_lab.loadtest.percentiles import percentile
-from kvkeep_lab.loadtest.plan import Lengths
+from kvkeep_lab.loadtest.plan import Lengths, Line
 
 
 class Plain:
@@ -52,6 +52,21 @@ def load(**options):
 
 def rows(count=1, slots=65, **options):
     return DeviceRows(**{"count": count, "slots": slots, "decode_every": 10**6, **options})
+
+
+def lines(count):
+    """Lengths of a file, each of its own."""
+    return tuple(Line(None, number, 1) for number in range(1, count + 1))
+
+
+def popped(come):
+    """The messages of a device, each answered at once: the second, and the turn."""
+    found = []
+    while come.next_due() is not None:
+        one = come.pop()
+        found.append((one.at, one.talk.turns[one.talk.done]))
+        come.follow(one.talk, one.at)
+    return found
 
 
 # by hand
@@ -280,11 +295,7 @@ def test_arrivals_are_as_many_as_asked_and_conversations_have_begun_before():
     asked = load(rate=2.0, turns=length("5"), between=length("60"), requests=2000)
     come = Arrivals(asked)
     assert len(come.thinking) == 2 * 4 * 60  # four waits of 60 s each
-    times = []
-    while come.next_due() is not None:
-        one = come.pop()
-        times.append(one.at)
-        come.follow(one.talk, one.at)
+    times = [at for at, _ in popped(come)]
     assert times == sorted(times)
     assert len(times) / times[-1] == pytest.approx(2 * 5, rel=0.1)  # from the first second on
     early = sum(at < 30 for at in times)
@@ -308,6 +319,22 @@ def test_the_first_tenth_of_what_is_drawn_is_not_counted(folder):
     assert load(requests=400).counted_from == 40
     assert given([(0, 1, 1)]).counted_from == 0
     assert len(bounded(fleet(folder, load(requests=100, rate=1.0), devices=1)).log.first_s) == 90
+
+
+@pytest.mark.parametrize("count", [7, 70, 3000])
+@pytest.mark.parametrize("turns", ["1", "2-3"])
+def test_conversations_like_those_that_come_have_every_line_of_a_file(count, turns):
+    """The plan's rows are as long as the longest of them."""
+    pool = load(lines=lines(count), turns=length(turns)).pool
+    assert {turn.prompt for talk in pool for turn in talk.turns} == set(range(1, count + 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"sessions": "1-4"}, {"sessions": "~2"}])
+def test_messages_take_the_lines_of_a_file_in_turn(options):
+    asked = load(lines=lines(10**4), between=length("1"), **{name: length(text) for name, text in options.items()})
+    taken = sorted(turn.prompt for _, turn in popped(Arrivals(asked)))
+    assert len(set(taken)) == asked.requests
+    assert taken[-1] < 1.1 * asked.requests  # the others are of users who come back later
 
 
 def test_conversations_that_have_begun_are_those_that_wait_long():

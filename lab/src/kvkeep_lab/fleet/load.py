@@ -23,7 +23,8 @@ LEAST_RATE, MOST_RATE = 1e-6, 1e15
 """Users per second; with fewer or more, floats cannot tell the times of a simulation apart."""
 
 _POOL, _POOL_TURNS = 1000, 200_000
-"""Conversations, and turns of them, from which those are drawn that have begun before the simulation."""
+"""Conversations, and turns of them, from which those are drawn that have begun before the simulation; more only if a file
+has more lines."""
 
 ONE = Lengths(1, 1)
 
@@ -80,7 +81,7 @@ class FleetLoad:
         between: seconds between an answer and the next message.
         requests: messages that are simulated on one device; the first tenth is not counted.
         seed: of everything that is drawn.
-        lines: lengths of a file, taken in turn.
+        lines: lengths of a file, which the messages take in turn.
         trace: conversations at given times, in place of everything that is drawn.
 
     Raises:
@@ -114,7 +115,7 @@ class FleetLoad:
         return 0 if self.trace else self.requests // 10
 
     def talk(self, at: float, draw: random.Random, number: int) -> Talk:
-        """A conversation that is drawn."""
+        """A conversation that is drawn; its first message has this number, which chooses the line of a file."""
         return Talk(at, tuple(self._turn(draw, number + turn, turn) for turn in range(self.turns.draw(draw))))
 
     def _turn(self, draw: random.Random, number: int, turn: int) -> Turn:
@@ -137,12 +138,15 @@ class FleetLoad:
 
     @cached_property
     def pool(self) -> list[Talk]:
-        """Conversations like those that come; nobody changes them."""
+        """Conversations like those that come, with every line of a file; nobody changes them."""
         if self.trace:
             return [Talk(turns[0].due or 0.0, turns) for turns in self.trace]
-        draw = random.Random(f"{self.seed} pool")
+        draw, made, number = random.Random(f"{self.seed} pool"), list[Talk](), 0
         count = max(20, min(_POOL, round(_POOL_TURNS / self.turns.average)))
-        return [self.talk(0.0, draw, 7 * number) for number in range(count)]
+        while len(made) < count or number < len(self.lines):
+            made.append(self.talk(0.0, draw, number))
+            number += len(made[-1].turns)
+        return made
 
 
 class Due(NamedTuple):
@@ -167,7 +171,7 @@ class Arrivals:
     """
 
     def __init__(self, load: FleetLoad, devices: int = 1, place: int = 0) -> None:
-        self._load, self._count, self._heap = load, itertools.count(), list[Due]()
+        self._load, self._count, self._heap, self._messages = load, itertools.count(), list[Due](), 0
         self.left = load.requests
         self.thinking: list[Talk] = []
         self._users: Iterator[list[Talk]] = iter(())
@@ -215,25 +219,33 @@ class Arrivals:
         gaps, load, at = random.Random(load_seed(self._load, "users")), self._load, 0.0
         for user in itertools.count():
             at += gaps.expovariate(1.0) * devices / load.rate
-            draw, begin, talks = random.Random(load_seed(load, user)), at, []
-            for session in range(load.sessions.draw(draw)):
-                begin += load.between.draw(draw) if session else 0.0
-                talks.append(load.talk(begin, draw, user * load.sessions.most + session))
-            yield talks
+            draw = random.Random(load_seed(load, user))
+            yield self._talks(draw, at, load.sessions.draw(draw))
+
+    def _talks(self, draw: random.Random, at: float, count: int) -> list[Talk]:
+        """So many conversations of one user, the first at this second."""
+        talks: list[Talk] = []
+        for session in range(count):
+            at += self._load.between.draw(draw) if session else 0.0
+            talks.append(self._load.talk(at, draw, self._messages))
+            self._messages += len(talks[-1].turns)
+        return talks
 
     def _begin(self, devices: int) -> None:
         """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
         load = self._load
-        pool = [_Past.of(talk) for talk in load.pool]
-        waits = [past.waits[-1] for past in pool]
         count = round(load.rate / devices * load.sessions.average * load.waiting_s)
         if count > MOST_THINKING:
             raise InputError(
                 f"{count} conversations are open on one device at the same time, and the simulation holds "
                 f"{MOST_THINKING}. Give more `devices`, or a lower `rate`."
             )
+        if not count:
+            return
+        pool = [_Past.of(talk) for talk in load.pool]
+        waits = [past.waits[-1] for past in pool]
         draw = random.Random(load_seed(load, "thinking"))
-        for past in draw.choices(pool, weights=waits, k=count) if count else ():
+        for past in draw.choices(pool, weights=waits, k=count):
             self.thinking.append(past.begun(draw.uniform(0.0, past.waits[-1])))
         self.thinking.sort(key=lambda talk: talk.used)
         for talk in self.thinking:
