@@ -302,6 +302,19 @@ def test_arrivals_are_as_many_as_asked_and_conversations_have_begun_before():
     assert early == pytest.approx(300, rel=0.2)
 
 
+@pytest.mark.parametrize("sessions", ["4", "1-4", "~3"])
+@pytest.mark.parametrize("between", ["60", "~60"])
+def test_conversations_of_users_who_came_before_begin_as_well(sessions, between):
+    """As many conversations begin in every minute as in the long run."""
+    asked = load(rate=4.0, sessions=length(sessions), between=length(between), requests=6000)
+    times = [at for at, _ in popped(Arrivals(asked))]
+    assert times == sorted(times)
+    per_s = statistics.mean(asked.sessions.draw(random.Random(seed)) for seed in range(10_000)) * 4.0
+    for start in range(0, int(times[-1] - 60), 60):
+        assert sum(start <= at < start + 60 for at in times) / 60 == pytest.approx(per_s, rel=0.3)
+    assert len(times) / times[-1] == pytest.approx(per_s, rel=0.1)
+
+
 def test_users_come_at_random_and_more_devices_stretch_their_times():
     """The times between users are exponential: their deviation is their mean."""
     gaps = {}

@@ -180,7 +180,8 @@ class Arrivals:
             self.left = sum(map(len, mine))
             self._push(Talk(turns[0].due or 0.0, turns) for turns in mine)
         else:
-            self._users = self._drawn(devices)
+            both = self._drawn(devices), self._returning(devices)
+            self._users = heapq.merge(*both, key=lambda talks: talks[0].at)
             self._begin(devices)
         self._next = next(self._users, None)
 
@@ -221,6 +222,20 @@ class Arrivals:
             at += gaps.expovariate(1.0) * devices / load.rate
             draw = random.Random(load_seed(load, user))
             yield self._talks(draw, at, load.sessions.draw(draw))
+
+    def _returning(self, devices: int) -> Iterator[list[Talk]]:
+        """The conversations that users begin who came before second 0, one user after another.
+
+        Since users come at random, the second conversations of all of them begin at random, too, and the third ones,
+        and so on. Those after a wait that is longer than the time since second 0 are the first of such users after it.
+        """
+        load, at, most = self._load, 0.0, self._load.sessions.most - 1
+        draw = random.Random(load_seed(load, "returning"))
+        while most and at < load.between.most:
+            at += draw.expovariate(1.0) * devices / (load.rate * most)
+            count, place = load.sessions.draw(draw), draw.randint(1, most)
+            if place < count and load.between.draw(draw) > at:
+                yield self._talks(draw, at, count - place)
 
     def _talks(self, draw: random.Random, at: float, count: int) -> list[Talk]:
         """So many conversations of one user, the first at this second."""
