@@ -183,6 +183,19 @@ def test_a_paged_sequence_is_interrupted_and_read_again():
     assert (log.preempted, log.reread_tokens, log.read_tokens, log.new_tokens) == (1, 16, 16 + 16 + 17, 40)
 
 
+def test_an_interrupted_sequence_has_its_first_token():
+    """It is not late, however long it waits until it is read again: the simulation goes on."""
+    device = Paged(Plain(), Arrivals(given([(0, 16, 20)], [(0, 16, 20)])), Pages(space=3, page_bytes=1))
+    log = device.run(hopeless=(5.0, 0))
+    assert (log.hopeless, log.preempted, log.ended) == (False, 1, 2)
+
+
+def test_a_simulation_ends_when_more_first_tokens_are_late_than_may_be():
+    asked = given(*[[(0, 16, 20)]] * 4)
+    logs = [Bounded(Plain(), Arrivals(asked), rows()).run(hopeless=(5.0, most)) for most in range(4)]
+    assert [(log.hopeless, log.ended) for log in logs] == [*[(True, 0)] * 3, (False, 4)]  # three wait for the first
+
+
 def test_paged_prompts_wait_for_pages():
     asked = given([(0, 17, 2)], [(0, 33, 1)])
     log = Paged(Plain(), Arrivals(asked), Pages(space=4, page_bytes=1)).run()
