@@ -98,6 +98,16 @@ def test_a_fleet_with_a_trace_and_measured_steps(tmp_path):
     assert any("do not tell what a slot costs" in note for note in found["notes"])
 
 
+def test_more_devices_than_conversations_write_no_more_tokens(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = {"prompt_tokens": 6, "new_tokens": 3}
+    trace.write_text("".join(json.dumps({**line, "at": at}) + "\n" for at in (0, 0, 20, 20)))
+    found = {n: as_json("--input", trace, *DEVICE, "--devices", n)["bounded"] for n in (4, 40)}
+    assert found[40]["new_tokens_per_s"] == found[4]["new_tokens_per_s"] == pytest.approx(12 / 20, rel=0.05)
+    assert found[40]["read_tokens_per_s"] == found[4]["read_tokens_per_s"]
+    assert found[40]["busy"] == pytest.approx(found[4]["busy"] / 10)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

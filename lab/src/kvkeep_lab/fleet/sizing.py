@@ -39,7 +39,7 @@ class FleetResult:
         devices: their number; ``None`` if no number carries the load.
         rows: the most sequences at once on each.
         log: what was noted on one device, or on all together for a trace.
-        simulated: devices of which the log is.
+        simulated: devices of which the log is, those of a trace that have nothing to do among them.
         carried: whether the limits are kept.
         memory_bytes: the most of a device's memory that is taken.
         row_bytes: of an idle conversation in main memory.
@@ -196,7 +196,7 @@ def _tried(
         whole: whether the simulation goes to its end also when the limits are missed.
     """
     load, log = fleet.load, Log()
-    places = min(devices, len(load.trace)) if load.trace else 1
+    places = min(devices, len(load.trace)) if load.trace else 1  # the other devices have nothing to do
     counted = (sum(map(len, load.trace)) or load.requests) - load.counted_from
     late_left = counted // 100
     for place in range(places):
@@ -208,7 +208,7 @@ def _tried(
         if one.hopeless:
             break
         late_left -= sum(first > fleet.first_token for first in one.first_s)
-    return FleetResult(devices, rows, log, places, _is_carried(fleet, log))
+    return FleetResult(devices, rows, log, devices if load.trace else 1, _is_carried(fleet, log))
 
 
 def _share(progress: Progress, place: int, places: int, part: float) -> None:
