@@ -537,6 +537,25 @@ def test_the_smallest_number_of_devices_is_found(folder):
     assert found.memory_bytes <= one.memory
 
 
+def test_the_search_begins_where_a_device_holds_its_conversations(folder, monkeypatch):
+    for module in ("load", "sizing"):
+        monkeypatch.setattr(f"kvkeep_lab.fleet.{module}.MOST_THINKING", 50)
+    asked = load(rate=2.0, requests=80, turns=length("2"), between=length("60"))
+    one = fleet(folder, asked, first_token=5.0)  # 120 are open
+    assert bounded(one).devices == 3
+    assert bounded(one).carried
+    with pytest.raises(InputError, match="60 conversations are open on one device"):
+        bounded(dataclasses.replace(one, devices=2))
+
+
+def test_the_smallest_number_of_devices_is_found_where_prompts_share_runs_with_rows(folder):
+    asked = load(rate=100.0, requests=200, prompt_tokens=length("256"), new_tokens=length("64"))
+    one = fleet(folder, asked, device="cpu", rows=8, chunk=32, first_token=20.0)
+    found = bounded(one)
+    assert found.carried
+    assert not bounded(dataclasses.replace(one, devices=found.devices - 1)).carried
+
+
 @pytest.mark.slow
 def test_the_same_for_pages(folder):
     asked = load(rate=100.0, requests=100)

@@ -23,8 +23,8 @@ LEAST_RATE, MOST_RATE = 1e-6, 1e15
 """Users per second; with fewer or more, floats cannot tell the times of a simulation apart."""
 
 _POOL, _POOL_TURNS = 1000, 200_000
-"""Conversations, and turns of them, from which those are drawn that have begun before the simulation; more only if a file
-has more lines."""
+"""Conversations, and turns of them, from which those are drawn that have begun before the simulation; more are made
+only for a file with more lines."""
 
 ONE = Lengths(1, 1)
 
@@ -135,6 +135,11 @@ class FleetLoad:
     def waiting_s(self) -> float:
         """Seconds for which a conversation waits for its user, in the mean."""
         return math.fsum(turn.wait for talk in self.pool for turn in talk.turns) / len(self.pool)
+
+    @property
+    def open_talks(self) -> float:
+        """Conversations whose users are thinking, of all devices, in the long run."""
+        return self.rate * self.sessions.average * self.waiting_s
 
     @cached_property
     def pool(self) -> list[Talk]:
@@ -249,7 +254,7 @@ class Arrivals:
     def _begin(self, devices: int) -> None:
         """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
         load = self._load
-        count = round(load.rate / devices * load.sessions.average * load.waiting_s)
+        count = round(load.open_talks / devices)
         if count > MOST_THINKING:
             raise InputError(
                 f"{count} conversations are open on one device at the same time, and the simulation holds "
