@@ -244,7 +244,7 @@ class Watched(Paged):
 @pytest.mark.parametrize("turns", ["1", "1-6"])
 def test_every_message_is_answered_once_within_the_memory(seed, turns):
     asked = load(seed=seed, rate=30.0, turns=length(turns), between=length("~5"), sessions=length("1-2"))
-    tight = Pages(space=60, page_bytes=1, step_bytes=1, prompt_bytes=3, rows=9, step_tokens=64)
+    tight = Pages(space=60, page_bytes=1, step_bytes=1, prompt_bytes=3, most_rows=9, step_tokens=64)
     roomy = dataclasses.replace(tight, space=600)
     kept = rows(4, row_bytes=10, copy_s=0.01, disk_s=0.1, host_rows=5, chunk=32, decode_every=16, mixed_tokens=8)
     for make in (
@@ -280,7 +280,7 @@ def test_every_message_is_answered_once_within_the_memory(seed, turns):
 
 def test_a_tight_memory_interrupts():
     asked = load(rate=30.0)
-    log = Watched(Small(), Arrivals(asked), Pages(space=60, page_bytes=1, rows=9, step_tokens=64)).run()
+    log = Watched(Small(), Arrivals(asked), Pages(space=60, page_bytes=1, most_rows=9, step_tokens=64)).run()
     assert log.preempted > 0
     assert log.ended == 400
 
@@ -578,6 +578,13 @@ def test_a_load_that_no_number_of_devices_carries(folder):
     tight = paged(fleet(folder, load(turns=length("40"), requests=20), memory=400_000, chunk=16))
     assert tight.devices is None
     assert "a device has room for" in tight.reason
+
+
+def test_pages_have_no_more_sequences_than_tokens_of_a_step(folder):
+    asked = given(*[[(0, 4, 30)]] * 40)
+    found = paged(fleet(folder, asked, chunk=16, devices=1))
+    assert found.rows == found.log.rows_most == 16
+    assert paged(fleet(folder, asked, devices=1)).rows == 256
 
 
 def test_a_trace_is_dealt_out_to_all_devices(folder):
