@@ -458,6 +458,8 @@ def test_steps_come_from_the_last_line_of_a_benchmark(tmp_path):
     file = tmp_path / "steps.txt"
     file.write_text(f"a table\n{json.dumps({'bench': 'fleet', 'steps': GOOD})}\n")
     assert read_steps(file) == fit(GOOD, "x")
+    file.write_text(json.dumps(GOOD), encoding="utf-8-sig")  # as some editors write it
+    assert read_steps(file) == fit(GOOD, "x")
     file.write_text("a table\n")
     with pytest.raises(InputError, match="no measured steps"):
         read_steps(file)
@@ -496,6 +498,7 @@ def test_a_trace_has_times_lengths_and_sessions(tmp_path):
         *(('{"at": 1, "prompt_tokens": 2}', "no new_tokens"), ('{"prompt_tokens": true}', "is not a whole number")),
         ('{"at": "x", "prompt_tokens": 2, "max_tokens": 1}', "at is not a number of seconds"),
         ('{"at": Infinity, "prompt_tokens": 2, "max_tokens": 1}', "at is not a number of seconds"),
+        *((f'{{"at": {at}, "prompt_tokens": 2, "max_tokens": 1}}', "at is not a") for at in ("NaN", "1" * 400, "-1e12")),
         ('{"at": 1, "prompt_tokens": 2, "max_tokens": 1, "session": [1]}', "session is neither"),
         ("[" * 100_000, "line 1: no JSON"),
     ],

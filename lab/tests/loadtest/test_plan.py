@@ -82,6 +82,8 @@ def test_lines_of_a_file_are_taken_in_turn(tmp_path):
     assert lines == (Line("a dog", None, 3), Line(None, 4, None))
     made = [one.turns[0] for one in arrivals(load(lines=lines, requests=4))]
     assert [(len(one.text.split()), one.new_tokens) for one in made] == [(2, 3), (4, 5)] * 2
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")  # as some editors write it
+    assert read_lines(file) == lines
 
 
 @pytest.mark.parametrize(

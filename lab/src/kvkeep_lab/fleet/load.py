@@ -300,6 +300,8 @@ def load_seed(load: FleetLoad, name: object) -> str:
 # Traces: files with the times and lengths of requests, one JSON object a line.
 
 _TIMES = ("at", "planned")
+_LATEST = 1e12
+"""Seconds from any beginning, of which floats still tell a millisecond apart."""
 _PROMPTS, _ANSWERS = ("prompt_tokens",), ("new_tokens", "max_tokens")
 
 
@@ -368,8 +370,8 @@ def _lengths(where: str, fields: dict[str, Any]) -> Line:
 def _time(where: str, fields: dict[str, Any]) -> float | None:
     for name in _TIMES:
         if (value := fields.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InputError(f"{where}: {name} is not a number of seconds.")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LATEST:
+                raise InputError(f"{where}: {name} is not a number of seconds below {_LATEST:g}.")
             if not any(fields.get(field_name) is not None for field_name in (*_ANSWERS, "times")):
                 raise InputError(f"{where}: it has a time and no new_tokens.")
             return float(value)

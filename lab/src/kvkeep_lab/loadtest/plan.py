@@ -227,7 +227,7 @@ def objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is no JSON object.
     """
     try:
-        raw = in_full(str(path)).read_text(encoding="utf-8")
+        raw = in_full(str(path)).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
