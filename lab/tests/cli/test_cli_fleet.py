@@ -132,6 +132,22 @@ def test_fleets_that_are_refused(arguments, words):
     assert words in refused(*arguments)
 
 
+def test_lengths_of_a_file_are_not_also_options(tmp_path):
+    file, rate = tmp_path / "a.jsonl", ("--rate", "5", "--requests", "20", "--devices", "1")
+    file.write_text('{"prompt_tokens": 5, "max_tokens": 2}\n{"prompt_tokens": 6, "max_tokens": 3}\n')
+    said = refused(*rate, *DEVICE, "--input", file, "--prompt-tokens", "9")
+    assert "--prompt-tokens was given, and every line of" in said
+    assert "--max-new-tokens was given, and" in refused(*rate, *DEVICE, "--input", file, "-n", "9")
+    asked = as_json(*rate, *DEVICE, "--input", file)["load"]
+    assert asked["words"] == "5 users per second, lengths of a file"
+    assert asked["turns"] == "1"
+    assert not asked.keys() & {"prompt_tokens", "new_tokens"}
+    file.write_text('{"prompt_tokens": 5, "max_tokens": 2}\n{"prompt_tokens": 6}\n')
+    asked = as_json(*rate, *DEVICE, "--input", file, "-n", "3")["load"]
+    assert asked["new_tokens"] == "3"
+    assert "prompt_tokens" not in asked
+
+
 def test_a_trace_of_another_format_names_its_line(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"at": 1, "prompt_tokens": 2, "max_tokens": 1}\n{"text": "x"}\n')
