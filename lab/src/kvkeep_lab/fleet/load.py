@@ -302,7 +302,7 @@ def load_seed(load: FleetLoad, name: object) -> str:
 _TIMES = ("at", "planned")
 _LATEST = 1e12
 """Seconds from any beginning, of which floats still tell a millisecond apart."""
-_PROMPTS, _ANSWERS = ("prompt_tokens",), ("new_tokens", "max_tokens")
+_PROMPTS, _ANSWERS = ("message_tokens", "prompt_tokens"), ("new_tokens", "max_tokens")
 
 
 class Trace(NamedTuple):
@@ -323,7 +323,9 @@ def read_trace(path: str | Path) -> Trace:
     """Read a trace: the input of ``kvkeep bench-server``, or the output of one.
 
     A line has ``prompt_tokens`` and ``max_tokens`` (or ``new_tokens``), and may have ``at`` (or ``planned``): seconds
-    from any beginning. Lines with one ``session`` are turns of a conversation. Lines with an ``error`` are left out.
+    from any beginning. Lines with one ``session`` are turns of a conversation, whose tokens are those of the message
+    alone; ``message_tokens`` says them where ``prompt_tokens`` are those of all turns so far. Lines with an ``error``
+    are left out.
 
     Raises:
         InputError: the file cannot be read, has no line, or a line is of another kind.
