@@ -142,7 +142,7 @@ def test_files_of_keys_that_are_wrong(tmp_path, text, words):
 def test_keys_of_a_file_and_a_variable(tmp_path, monkeypatch):
     from kvkeep.cli.serve_run import read_keys
 
-    (tmp_path / "keys").write_text("anna 0123456789  # hers\n\nabcdefghij\n", encoding="utf-8-sig")  # as by some editors
+    (tmp_path / "keys").write_text("anna 0123456789  # hers\n\nabcdefghij\n", encoding="utf-8-sig")
     monkeypatch.setenv("KVKEEP_API_KEY", "from-the-shell")
     found = read_keys(str(tmp_path / "keys"))
     assert set(found.owners) == {"0123456789", "abcdefghij", "from-the-shell"}

@@ -498,7 +498,10 @@ def test_a_trace_has_times_lengths_and_sessions(tmp_path):
         *(('{"at": 1, "prompt_tokens": 2}', "no new_tokens"), ('{"prompt_tokens": true}', "is not a whole number")),
         ('{"at": "x", "prompt_tokens": 2, "max_tokens": 1}', "at is not a number of seconds"),
         ('{"at": Infinity, "prompt_tokens": 2, "max_tokens": 1}', "at is not a number of seconds"),
-        *((f'{{"at": {at}, "prompt_tokens": 2, "max_tokens": 1}}', "at is not a") for at in ("NaN", "1" * 400, "-1e12")),
+        *(
+            (f'{{"at": {at}, "prompt_tokens": 2, "max_tokens": 1}}', "at is not a")
+            for at in ("NaN", "1" * 400, "-1e12")
+        ),
         ('{"at": 1, "prompt_tokens": 2, "max_tokens": 1, "session": [1]}', "session is neither"),
         ("[" * 100_000, "line 1: no JSON"),
     ],
