@@ -61,7 +61,8 @@ def test_settings_come_from_flags_then_variables_then_the_file(tmp_path, monkeyp
     file = tmp_path / "server.toml"
     file.write_text(
         'model = "from-file"\nbudget = 64\nkv-memory = "1MiB"\nmax_queue = 3\naccess-log = false\n'
-        'queue-timeout = 5\nallow-origin = ["https://a.example"]\n'
+        'queue-timeout = 5\nallow-origin = ["https://a.example"]\n',
+        encoding="utf-8-sig",  # as some editors write it
     )
     run("--config", file, "--budget", "256", KVKEEP_BUDGET="128", KVKEEP_MAX_QUEUE="7", KVKEEP_PORT="0")
     (found,) = taken
@@ -141,7 +142,7 @@ def test_files_of_keys_that_are_wrong(tmp_path, text, words):
 def test_keys_of_a_file_and_a_variable(tmp_path, monkeypatch):
     from kvkeep.cli.serve_run import read_keys
 
-    (tmp_path / "keys").write_text("anna 0123456789  # hers\n\nabcdefghij\n")
+    (tmp_path / "keys").write_text("anna 0123456789  # hers\n\nabcdefghij\n", encoding="utf-8-sig")
     monkeypatch.setenv("KVKEEP_API_KEY", "from-the-shell")
     found = read_keys(str(tmp_path / "keys"))
     assert set(found.owners) == {"0123456789", "abcdefghij", "from-the-shell"}

@@ -98,6 +98,16 @@ def test_a_fleet_with_a_trace_and_measured_steps(tmp_path):
     assert any("do not tell what a slot costs" in note for note in found["notes"])
 
 
+def test_more_devices_than_conversations_write_no_more_tokens(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = {"prompt_tokens": 6, "new_tokens": 3}
+    trace.write_text("".join(json.dumps({**line, "at": at}) + "\n" for at in (0, 0, 20, 20)))
+    found = {n: as_json("--input", trace, *DEVICE, "--devices", n)["bounded"] for n in (4, 40)}
+    assert found[40]["new_tokens_per_s"] == found[4]["new_tokens_per_s"] == pytest.approx(12 / 20, rel=0.05)
+    assert found[40]["read_tokens_per_s"] == found[4]["read_tokens_per_s"]
+    assert found[40]["busy"] == pytest.approx(found[4]["busy"] / 10)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -120,6 +130,22 @@ def test_a_fleet_with_a_trace_and_measured_steps(tmp_path):
 )
 def test_fleets_that_are_refused(arguments, words):
     assert words in refused(*arguments)
+
+
+def test_lengths_of_a_file_are_not_also_options(tmp_path):
+    file, rate = tmp_path / "a.jsonl", ("--rate", "5", "--requests", "20", "--devices", "1")
+    file.write_text('{"prompt_tokens": 5, "max_tokens": 2}\n{"prompt_tokens": 6, "max_tokens": 3}\n')
+    said = refused(*rate, *DEVICE, "--input", file, "--prompt-tokens", "9")
+    assert "--prompt-tokens was given, and every line of" in said
+    assert "--max-new-tokens was given, and" in refused(*rate, *DEVICE, "--input", file, "-n", "9")
+    asked = as_json(*rate, *DEVICE, "--input", file)["load"]
+    assert asked["words"] == "5 users per second, lengths of a file"
+    assert asked["turns"] == "1"
+    assert not asked.keys() & {"prompt_tokens", "new_tokens"}
+    file.write_text('{"prompt_tokens": 5, "max_tokens": 2}\n{"prompt_tokens": 6}\n')
+    asked = as_json(*rate, *DEVICE, "--input", file, "-n", "3")["load"]
+    assert asked["new_tokens"] == "3"
+    assert "prompt_tokens" not in asked
 
 
 def test_a_trace_of_another_format_names_its_line(tmp_path):

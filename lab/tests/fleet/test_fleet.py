@@ -18,7 +18,7 @@ from kvkeep_lab.fleet.setup import Fleet
 from kvkeep_lab.fleet.sizing import bounded, paged, plan_for
 from kvkeep_lab.fleet.steps import Limits, fit, read_steps
 from kvkeep_lab.loadtest.percentiles import percentile
-from kvkeep_lab.loadtest.plan import Lengths
+from kvkeep_lab.loadtest.plan import Lengths, Line
 
 
 class Plain:
@@ -52,6 +52,21 @@ def load(**options):
 
 def rows(count=1, slots=65, **options):
     return DeviceRows(**{"count": count, "slots": slots, "decode_every": 10**6, **options})
+
+
+def lines(count):
+    """Lengths of a file, each of its own."""
+    return tuple(Line(None, number, 1) for number in range(1, count + 1))
+
+
+def popped(come):
+    """The messages of a device, each answered at once: the second, and the turn."""
+    found = []
+    while come.next_due() is not None:
+        one = come.pop()
+        found.append((one.at, one.talk.turns[one.talk.done]))
+        come.follow(one.talk, one.at)
+    return found
 
 
 # by hand
@@ -168,6 +183,19 @@ def test_a_paged_sequence_is_interrupted_and_read_again():
     assert (log.preempted, log.reread_tokens, log.read_tokens, log.new_tokens) == (1, 16, 16 + 16 + 17, 40)
 
 
+def test_an_interrupted_sequence_has_its_first_token():
+    """It is not late, however long it waits until it is read again: the simulation goes on."""
+    device = Paged(Plain(), Arrivals(given([(0, 16, 20)], [(0, 16, 20)])), Pages(space=3, page_bytes=1))
+    log = device.run(hopeless=(5.0, 0))
+    assert (log.hopeless, log.preempted, log.ended) == (False, 1, 2)
+
+
+def test_a_simulation_ends_when_more_first_tokens_are_late_than_may_be():
+    asked = given(*[[(0, 16, 20)]] * 4)
+    logs = [Bounded(Plain(), Arrivals(asked), rows()).run(hopeless=(5.0, most)) for most in range(4)]
+    assert [(log.hopeless, log.ended) for log in logs] == [*[(True, 0)] * 3, (False, 4)]  # three wait for the first
+
+
 def test_paged_prompts_wait_for_pages():
     asked = given([(0, 17, 2)], [(0, 33, 1)])
     log = Paged(Plain(), Arrivals(asked), Pages(space=4, page_bytes=1)).run()
@@ -216,7 +244,7 @@ class Watched(Paged):
 @pytest.mark.parametrize("turns", ["1", "1-6"])
 def test_every_message_is_answered_once_within_the_memory(seed, turns):
     asked = load(seed=seed, rate=30.0, turns=length(turns), between=length("~5"), sessions=length("1-2"))
-    tight = Pages(space=60, page_bytes=1, step_bytes=1, prompt_bytes=3, rows=9, step_tokens=64)
+    tight = Pages(space=60, page_bytes=1, step_bytes=1, prompt_bytes=3, most_rows=9, step_tokens=64)
     roomy = dataclasses.replace(tight, space=600)
     kept = rows(4, row_bytes=10, copy_s=0.01, disk_s=0.1, host_rows=5, chunk=32, decode_every=16, mixed_tokens=8)
     for make in (
@@ -252,7 +280,7 @@ def test_every_message_is_answered_once_within_the_memory(seed, turns):
 
 def test_a_tight_memory_interrupts():
     asked = load(rate=30.0)
-    log = Watched(Small(), Arrivals(asked), Pages(space=60, page_bytes=1, rows=9, step_tokens=64)).run()
+    log = Watched(Small(), Arrivals(asked), Pages(space=60, page_bytes=1, most_rows=9, step_tokens=64)).run()
     assert log.preempted > 0
     assert log.ended == 400
 
@@ -280,15 +308,24 @@ def test_arrivals_are_as_many_as_asked_and_conversations_have_begun_before():
     asked = load(rate=2.0, turns=length("5"), between=length("60"), requests=2000)
     come = Arrivals(asked)
     assert len(come.thinking) == 2 * 4 * 60  # four waits of 60 s each
-    times = []
-    while come.next_due() is not None:
-        one = come.pop()
-        times.append(one.at)
-        come.follow(one.talk, one.at)
+    times = [at for at, _ in popped(come)]
     assert times == sorted(times)
     assert len(times) / times[-1] == pytest.approx(2 * 5, rel=0.1)  # from the first second on
     early = sum(at < 30 for at in times)
     assert early == pytest.approx(300, rel=0.2)
+
+
+@pytest.mark.parametrize("sessions", ["4", "1-4", "~3"])
+@pytest.mark.parametrize("between", ["60", "~60"])
+def test_conversations_of_users_who_came_before_begin_as_well(sessions, between):
+    """As many conversations begin in every minute as in the long run."""
+    asked = load(rate=4.0, sessions=length(sessions), between=length(between), requests=6000)
+    times = [at for at, _ in popped(Arrivals(asked))]
+    assert times == sorted(times)
+    per_s = statistics.mean(asked.sessions.draw(random.Random(seed)) for seed in range(10_000)) * 4.0
+    for start in range(0, int(times[-1] - 60), 60):
+        assert sum(start <= at < start + 60 for at in times) / 60 == pytest.approx(per_s, rel=0.3)
+    assert len(times) / times[-1] == pytest.approx(per_s, rel=0.1)
 
 
 def test_users_come_at_random_and_more_devices_stretch_their_times():
@@ -308,6 +345,22 @@ def test_the_first_tenth_of_what_is_drawn_is_not_counted(folder):
     assert load(requests=400).counted_from == 40
     assert given([(0, 1, 1)]).counted_from == 0
     assert len(bounded(fleet(folder, load(requests=100, rate=1.0), devices=1)).log.first_s) == 90
+
+
+@pytest.mark.parametrize("count", [7, 70, 3000])
+@pytest.mark.parametrize("turns", ["1", "2-3"])
+def test_conversations_like_those_that_come_have_every_line_of_a_file(count, turns):
+    """The plan's rows are as long as the longest of them."""
+    pool = load(lines=lines(count), turns=length(turns)).pool
+    assert {turn.prompt for talk in pool for turn in talk.turns} == set(range(1, count + 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"sessions": "1-4"}, {"sessions": "~2"}])
+def test_messages_take_the_lines_of_a_file_in_turn(options):
+    asked = load(lines=lines(10**4), between=length("1"), **{name: length(text) for name, text in options.items()})
+    taken = sorted(turn.prompt for _, turn in popped(Arrivals(asked)))
+    assert len(set(taken)) == asked.requests
+    assert taken[-1] < 1.1 * asked.requests  # the others are of users who come back later
 
 
 def test_conversations_that_have_begun_are_those_that_wait_long():
@@ -405,6 +458,8 @@ def test_steps_come_from_the_last_line_of_a_benchmark(tmp_path):
     file = tmp_path / "steps.txt"
     file.write_text(f"a table\n{json.dumps({'bench': 'fleet', 'steps': GOOD})}\n")
     assert read_steps(file) == fit(GOOD, "x")
+    file.write_text(json.dumps(GOOD), encoding="utf-8-sig")  # as some editors write it
+    assert read_steps(file) == fit(GOOD, "x")
     file.write_text("a table\n")
     with pytest.raises(InputError, match="no measured steps"):
         read_steps(file)
@@ -443,6 +498,10 @@ def test_a_trace_has_times_lengths_and_sessions(tmp_path):
         *(('{"at": 1, "prompt_tokens": 2}', "no new_tokens"), ('{"prompt_tokens": true}', "is not a whole number")),
         ('{"at": "x", "prompt_tokens": 2, "max_tokens": 1}', "at is not a number of seconds"),
         ('{"at": Infinity, "prompt_tokens": 2, "max_tokens": 1}', "at is not a number of seconds"),
+        *(
+            (f'{{"at": {at}, "prompt_tokens": 2, "max_tokens": 1}}', "at is not a")
+            for at in ("NaN", "1" * 400, "-1e12")
+        ),
         ('{"at": 1, "prompt_tokens": 2, "max_tokens": 1, "session": [1]}', "session is neither"),
         ("[" * 100_000, "line 1: no JSON"),
     ],
@@ -484,6 +543,25 @@ def test_the_smallest_number_of_devices_is_found(folder):
     assert found.memory_bytes <= one.memory
 
 
+def test_the_search_begins_where_a_device_holds_its_conversations(folder, monkeypatch):
+    for module in ("load", "sizing"):
+        monkeypatch.setattr(f"kvkeep_lab.fleet.{module}.MOST_THINKING", 50)
+    asked = load(rate=2.0, requests=80, turns=length("2"), between=length("60"))
+    one = fleet(folder, asked, first_token=5.0)  # 120 are open
+    assert bounded(one).devices == 3
+    assert bounded(one).carried
+    with pytest.raises(InputError, match="60 conversations are open on one device"):
+        bounded(dataclasses.replace(one, devices=2))
+
+
+def test_the_smallest_number_of_devices_is_found_where_prompts_share_runs_with_rows(folder):
+    asked = load(rate=100.0, requests=200, prompt_tokens=length("256"), new_tokens=length("64"))
+    one = fleet(folder, asked, device="cpu", rows=8, chunk=32, first_token=20.0)
+    found = bounded(one)
+    assert found.carried
+    assert not bounded(dataclasses.replace(one, devices=found.devices - 1)).carried
+
+
 @pytest.mark.slow
 def test_the_same_for_pages(folder):
     asked = load(rate=100.0, requests=100)
@@ -506,6 +584,13 @@ def test_a_load_that_no_number_of_devices_carries(folder):
     tight = paged(fleet(folder, load(turns=length("40"), requests=20), memory=400_000, chunk=16))
     assert tight.devices is None
     assert "a device has room for" in tight.reason
+
+
+def test_pages_have_no_more_sequences_than_tokens_of_a_step(folder):
+    asked = given(*[[(0, 4, 30)]] * 40)
+    found = paged(fleet(folder, asked, chunk=16, devices=1))
+    assert found.rows == found.log.rows_most == 16
+    assert paged(fleet(folder, asked, devices=1)).rows == 256
 
 
 def test_a_trace_is_dealt_out_to_all_devices(folder):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("httpx")
 
 from kvkeep.cli.main import app
+from kvkeep_lab.fleet.load import read_trace
 from kvkeep_lab.loadtest.client import RequestOutcome
 from kvkeep_lab.loadtest.percentiles import percentile, spread
 from kvkeep_lab.loadtest.running import summary
@@ -113,6 +114,23 @@ def test_answers_are_counted_and_timed():
         run(url, "--requests", 2, "--completions")
         assert len(bodies[-1]["prompt"].split()) == 128
         assert "ignore_eos" not in bodies[-1]
+
+
+def test_the_output_is_a_trace_of_conversations(tmp_path):
+    """A turn is what is new in it, though a chat's prompt is the whole conversation."""
+    file, words = tmp_path / "rows.jsonl", ("--turns", 3, "--requests", 1)
+    usage = [{"choices": [], "usage": {"prompt_tokens": n, "completion_tokens": 3}} for n in (5, 12, 20)]
+    answers = [events(*map(piece, "abc"), one) for one in usage]
+    with fake(*answers) as (url, *_):
+        run(url, "-o", file, *words)
+        (turns,) = read_trace(file).turns
+        assert [(turn.prompt, turn.new) for turn in turns] == [(5, 3), (12 - 8, 3), (20 - 15, 3)]
+        assert [json.loads(line)["prompt_tokens"] for line in file.read_text().splitlines()] == [5, 12, 20]
+        run(url, "-o", file, *words, "--completions")  # each message is sent alone
+        assert sorted(turn.prompt for (turn,) in read_trace(file).turns) == [5, 12, 20]
+    with fake(GOOD) as (url, *_):
+        run(url, "-o", file, "--turns", 2, "--requests", 3)
+        assert [len(turns) for turns in read_trace(file).turns] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import statistics
 
 import pytest
@@ -35,6 +36,14 @@ def test_lengths(text, least, most):
 def test_the_mean_of_exponential_lengths():
     made = [a.turns[0].new_tokens for a in arrivals(load(requests=3000, new_tokens=Lengths.read("~40", "x")))]
     assert statistics.mean(made) == pytest.approx(40, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["3", "2-9", "~1", "~2", "~40", "~1000000"])
+def test_the_average_is_that_of_what_is_drawn(text):
+    """It says how many conversations are open at the same time."""
+    lengths, draw = Lengths.read(text, "x"), random.Random(0)
+    drawn = [lengths.draw(draw) for _ in range(40_000)]
+    assert lengths.average == pytest.approx(statistics.mean(drawn), rel=0.02)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "a", "5-2", "1-", "~5-9", "1.5", "99999999", "1e3", "٣", "~0"])
@@ -82,6 +91,8 @@ def test_lines_of_a_file_are_taken_in_turn(tmp_path):
     assert lines == (Line("a dog", None, 3), Line(None, 4, None))
     made = [one.turns[0] for one in arrivals(load(lines=lines, requests=4))]
     assert [(len(one.text.split()), one.new_tokens) for one in made] == [(2, 3), (4, 5)] * 2
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")  # as some editors write it
+    assert read_lines(file) == lines
 
 
 @pytest.mark.parametrize(

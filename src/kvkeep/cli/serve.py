@@ -88,7 +88,7 @@ def _config(ctx: Any, file: str | None) -> str | None:
         return file
     refuse_device(file, "file of settings")
     try:
-        found = tomllib.loads(in_full(file).read_text(encoding="utf-8"))
+        found = tomllib.loads(in_full(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CommandLineError(f"--config {file} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -273,7 +273,7 @@ def read_keys(file: str | None) -> ApiKeys:
         return ApiKeys(found)
     refuse_device(file, "file of keys")
     try:
-        lines = in_full(file).read_text(encoding="utf-8").splitlines()
+        lines = in_full(file).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise InputError(f"--key-file {file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -288,5 +288,8 @@ class Device(ABC):
         more = most - self._late_ones
         if more < 0:
             return True
-        line = self.waiting
-        return len(line) > more and line[0].number >= self._counted_from and self.now - line[more].arrived > late_s
+        if len(self.waiting) <= more:
+            return False
+        without = (job for job in self.waiting if not job.made and job.number >= self._counted_from)
+        line = [*itertools.islice(without, more + 1)]
+        return len(line) > more and all(self.now - job.arrived > late_s for job in line)

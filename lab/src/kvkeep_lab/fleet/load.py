@@ -23,7 +23,8 @@ LEAST_RATE, MOST_RATE = 1e-6, 1e15
 """Users per second; with fewer or more, floats cannot tell the times of a simulation apart."""
 
 _POOL, _POOL_TURNS = 1000, 200_000
-"""Conversations, and turns of them, from which those are drawn that have begun before the simulation."""
+"""Conversations, and turns of them, from which those are drawn that have begun before the simulation; more are made
+only for a file with more lines."""
 
 ONE = Lengths(1, 1)
 
@@ -80,7 +81,7 @@ class FleetLoad:
         between: seconds between an answer and the next message.
         requests: messages that are simulated on one device; the first tenth is not counted.
         seed: of everything that is drawn.
-        lines: lengths of a file, taken in turn.
+        lines: lengths of a file, which the messages take in turn.
         trace: conversations at given times, in place of everything that is drawn.
 
     Raises:
@@ -114,7 +115,7 @@ class FleetLoad:
         return 0 if self.trace else self.requests // 10
 
     def talk(self, at: float, draw: random.Random, number: int) -> Talk:
-        """A conversation that is drawn."""
+        """A conversation that is drawn; its first message has this number, which chooses the line of a file."""
         return Talk(at, tuple(self._turn(draw, number + turn, turn) for turn in range(self.turns.draw(draw))))
 
     def _turn(self, draw: random.Random, number: int, turn: int) -> Turn:
@@ -135,14 +136,22 @@ class FleetLoad:
         """Seconds for which a conversation waits for its user, in the mean."""
         return math.fsum(turn.wait for talk in self.pool for turn in talk.turns) / len(self.pool)
 
+    @property
+    def open_talks(self) -> float:
+        """Conversations whose users are thinking, of all devices, in the long run."""
+        return self.rate * self.sessions.average * self.waiting_s
+
     @cached_property
     def pool(self) -> list[Talk]:
-        """Conversations like those that come; nobody changes them."""
+        """Conversations like those that come, with every line of a file; nobody changes them."""
         if self.trace:
             return [Talk(turns[0].due or 0.0, turns) for turns in self.trace]
-        draw = random.Random(f"{self.seed} pool")
+        draw, made, number = random.Random(f"{self.seed} pool"), list[Talk](), 0
         count = max(20, min(_POOL, round(_POOL_TURNS / self.turns.average)))
-        return [self.talk(0.0, draw, 7 * number) for number in range(count)]
+        while len(made) < count or number < len(self.lines):
+            made.append(self.talk(0.0, draw, number))
+            number += len(made[-1].turns)
+        return made
 
 
 class Due(NamedTuple):
@@ -167,7 +176,7 @@ class Arrivals:
     """
 
     def __init__(self, load: FleetLoad, devices: int = 1, place: int = 0) -> None:
-        self._load, self._count, self._heap = load, itertools.count(), list[Due]()
+        self._load, self._count, self._heap, self._messages = load, itertools.count(), list[Due](), 0
         self.left = load.requests
         self.thinking: list[Talk] = []
         self._users: Iterator[list[Talk]] = iter(())
@@ -176,7 +185,8 @@ class Arrivals:
             self.left = sum(map(len, mine))
             self._push(Talk(turns[0].due or 0.0, turns) for turns in mine)
         else:
-            self._users = self._drawn(devices)
+            both = self._drawn(devices), self._returning(devices)
+            self._users = heapq.merge(*both, key=lambda talks: talks[0].at)
             self._begin(devices)
         self._next = next(self._users, None)
 
@@ -215,25 +225,47 @@ class Arrivals:
         gaps, load, at = random.Random(load_seed(self._load, "users")), self._load, 0.0
         for user in itertools.count():
             at += gaps.expovariate(1.0) * devices / load.rate
-            draw, begin, talks = random.Random(load_seed(load, user)), at, []
-            for session in range(load.sessions.draw(draw)):
-                begin += load.between.draw(draw) if session else 0.0
-                talks.append(load.talk(begin, draw, user * load.sessions.most + session))
-            yield talks
+            draw = random.Random(load_seed(load, user))
+            yield self._talks(draw, at, load.sessions.draw(draw))
+
+    def _returning(self, devices: int) -> Iterator[list[Talk]]:
+        """The conversations that users begin who came before second 0, one user after another.
+
+        Since users come at random, the second conversations of all of them begin at random, too, and the third ones,
+        and so on. Those after a wait that is longer than the time since second 0 are the first of such users after it.
+        """
+        load, at, most = self._load, 0.0, self._load.sessions.most - 1
+        draw = random.Random(load_seed(load, "returning"))
+        while most and at < load.between.most:
+            at += draw.expovariate(1.0) * devices / (load.rate * most)
+            count, place = load.sessions.draw(draw), draw.randint(1, most)
+            if place < count and load.between.draw(draw) > at:
+                yield self._talks(draw, at, count - place)
+
+    def _talks(self, draw: random.Random, at: float, count: int) -> list[Talk]:
+        """So many conversations of one user, the first at this second."""
+        talks: list[Talk] = []
+        for session in range(count):
+            at += self._load.between.draw(draw) if session else 0.0
+            talks.append(self._load.talk(at, draw, self._messages))
+            self._messages += len(talks[-1].turns)
+        return talks
 
     def _begin(self, devices: int) -> None:
         """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
         load = self._load
-        pool = [_Past.of(talk) for talk in load.pool]
-        waits = [past.waits[-1] for past in pool]
-        count = round(load.rate / devices * load.sessions.average * load.waiting_s)
+        count = round(load.open_talks / devices)
         if count > MOST_THINKING:
             raise InputError(
                 f"{count} conversations are open on one device at the same time, and the simulation holds "
                 f"{MOST_THINKING}. Give more `devices`, or a lower `rate`."
             )
+        if not count:
+            return
+        pool = [_Past.of(talk) for talk in load.pool]
+        waits = [past.waits[-1] for past in pool]
         draw = random.Random(load_seed(load, "thinking"))
-        for past in draw.choices(pool, weights=waits, k=count) if count else ():
+        for past in draw.choices(pool, weights=waits, k=count):
             self.thinking.append(past.begun(draw.uniform(0.0, past.waits[-1])))
         self.thinking.sort(key=lambda talk: talk.used)
         for talk in self.thinking:
@@ -268,7 +300,9 @@ def load_seed(load: FleetLoad, name: object) -> str:
 # Traces: files with the times and lengths of requests, one JSON object a line.
 
 _TIMES = ("at", "planned")
-_PROMPTS, _ANSWERS = ("prompt_tokens",), ("new_tokens", "max_tokens")
+_LATEST = 1e12
+"""Seconds from any beginning, of which floats still tell a millisecond apart."""
+_PROMPTS, _ANSWERS = ("message_tokens", "prompt_tokens"), ("new_tokens", "max_tokens")
 
 
 class Trace(NamedTuple):
@@ -289,7 +323,9 @@ def read_trace(path: str | Path) -> Trace:
     """Read a trace: the input of ``kvkeep bench-server``, or the output of one.
 
     A line has ``prompt_tokens`` and ``max_tokens`` (or ``new_tokens``), and may have ``at`` (or ``planned``): seconds
-    from any beginning. Lines with one ``session`` are turns of a conversation. Lines with an ``error`` are left out.
+    from any beginning. Lines with one ``session`` are turns of a conversation, whose tokens are those of the message
+    alone; ``message_tokens`` says them where ``prompt_tokens`` are those of all turns so far. Lines with an ``error``
+    are left out.
 
     Raises:
         InputError: the file cannot be read, has no line, or a line is of another kind.
@@ -336,8 +372,8 @@ def _lengths(where: str, fields: dict[str, Any]) -> Line:
 def _time(where: str, fields: dict[str, Any]) -> float | None:
     for name in _TIMES:
         if (value := fields.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InputError(f"{where}: {name} is not a number of seconds.")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LATEST:
+                raise InputError(f"{where}: {name} is not a number of seconds below {_LATEST:g}.")
             if not any(fields.get(field_name) is not None for field_name in (*_ANSWERS, "times")):
                 raise InputError(f"{where}: it has a time and no new_tokens.")
             return float(value)

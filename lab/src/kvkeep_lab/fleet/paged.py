@@ -49,7 +49,7 @@ class Pages:
         prompt_bytes: working memory of a step that reads prompts.
         step_bytes: working memory of a sequence in a step.
         step_tokens: most tokens of a step.
-        rows: most sequences at once.
+        most_rows: most sequences at once, see `rows`.
     """
 
     space: int
@@ -57,7 +57,12 @@ class Pages:
     prompt_bytes: int = 0
     step_bytes: int = 0
     step_tokens: int = STEP_TOKENS
-    rows: int = MOST_ROWS
+    most_rows: int = MOST_ROWS
+
+    @property
+    def rows(self) -> int:
+        """Most sequences at once: each has a token of the step."""
+        return min(self.most_rows, self.step_tokens)
 
     def working(self, rows: int) -> int:
         """Bytes of working memory."""
@@ -90,7 +95,7 @@ class Paged(Device):
     def step(self) -> None:
         """Pages for the next tokens, then prompts of running sequences, then waiting ones; all in one run."""
         if not self._make_room():
-            while self.waiting and self.rows < min(self._have.rows, self._have.step_tokens) and self._fits_next():
+            while self.waiting and self.rows < self._have.rows and self._fits_next():
                 pass
         left, pieces = self._have.step_tokens - self.decoding, []
         for job in self.reading:

@@ -21,7 +21,7 @@ from kvkeep.planning.cost import full_prompt_bytes, full_step_bytes
 from kvkeep.planning.plan import Plan, plan
 from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.device import Device, Log, Progress
-from kvkeep_lab.fleet.load import LEAST_RATE, Arrivals, FleetLoad
+from kvkeep_lab.fleet.load import LEAST_RATE, MOST_THINKING, Arrivals, FleetLoad
 from kvkeep_lab.fleet.paged import PAGE, Paged, Pages, TooLongError
 from kvkeep_lab.fleet.setup import MOST_DEVICES, Fleet
 from kvkeep_lab.fleet.steps import Limits, Steps
@@ -39,7 +39,7 @@ class FleetResult:
         devices: their number; ``None`` if no number carries the load.
         rows: the most sequences at once on each.
         log: what was noted on one device, or on all together for a trace.
-        simulated: devices of which the log is.
+        simulated: devices of which the log is, those of a trace that have nothing to do among them.
         carried: whether the limits are kept.
         memory_bytes: the most of a device's memory that is taken.
         row_bytes: of an idle conversation in main memory.
@@ -100,9 +100,7 @@ def bounded(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
     )
     steps = _steps(fleet, row_bytes / slots)
     start = fleet.load.counted_from
-    found = _search(
-        fleet, lambda come: Bounded(steps, come, rows, counted_from=start), steps, rows.count, slots, progress
-    )
+    found = _search(fleet, lambda come: Bounded(steps, come, rows, counted_from=start), steps, rows.count, progress)
     if found.devices is None:
         raise InputError(f"No number of devices carries this load: {found.reason}")
     return replace(found, memory_bytes=made.bounded.peak_bytes(rows.count), row_bytes=row_bytes)
@@ -120,11 +118,9 @@ def paged(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
         step_tokens=fleet.paged_tokens,
     )
     steps = _steps(fleet, float(setting.token_bytes))
-    start, context = fleet.load.counted_from, max(talk.total for talk in fleet.load.pool) // 2
+    start = fleet.load.counted_from
     try:
-        found = _search(
-            fleet, lambda come: Paged(steps, come, pages, counted_from=start), steps, pages.rows, context, progress
-        )
+        found = _search(fleet, lambda come: Paged(steps, come, pages, counted_from=start), steps, pages.rows, progress)
     except TooLongError as error:
         reason = f"a conversation reaches {error.tokens} tokens, and a device has room for {error.room}."
         return FleetResult(None, 0, Log(), carried=False, reason=reason)
@@ -145,7 +141,7 @@ def _steps(fleet: Fleet, slot_bytes: float) -> Steps:
     )
 
 
-def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progress: Progress | None) -> FleetResult:
+def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, progress: Progress | None) -> FleetResult:
     """The smallest number of devices that carries the load, or what is asked for.
 
     A trace is dealt out anew to each number of devices, so a smaller number may happen to bear it although the number
@@ -160,8 +156,8 @@ def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progr
     alone = _tried(replace(fleet, load=quiet), make, most if load.trace else 1, rows, progress, whole=True)
     if not alone.carried:
         return replace(alone, devices=None, reason=_too_slow(fleet, alone.log))
-    low = 0 if load.trace else _fewest(fleet, steps, rows, slots) - 1
-    high, found = low + 1, None
+    low = max(0, math.ceil(load.open_talks / MOST_THINKING) - 1)  # of so few devices, none can be simulated
+    high = low + 1 if load.trace else max(low + 1, _guess(fleet, steps, rows))
     while not (found := _tried(fleet, make, min(high, most), rows, progress)).carried:
         if high >= most:
             return replace(found, devices=None, reason=f"{most} are not enough.")
@@ -174,8 +170,8 @@ def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progr
     return found
 
 
-def _fewest(fleet: Fleet, steps: Steps, rows: int, slots: int) -> int:
-    """A number of devices below which there is not the time for all prompts and answers."""
+def _guess(fleet: Fleet, steps: Steps, rows: int) -> int:
+    """About how many devices have the time for all prompts and answers; fewer may do if these share runs."""
     load, pool = fleet.load, fleet.load.pool
     turns = [turn for talk in pool for turn in talk.turns]
     prompt = sum(turn.prompt for turn in turns) / len(turns)
@@ -196,7 +192,7 @@ def _tried(
         whole: whether the simulation goes to its end also when the limits are missed.
     """
     load, log = fleet.load, Log()
-    places = min(devices, len(load.trace)) if load.trace else 1
+    places = min(devices, len(load.trace)) if load.trace else 1  # the other devices have nothing to do
     counted = (sum(map(len, load.trace)) or load.requests) - load.counted_from
     late_left = counted // 100
     for place in range(places):
@@ -208,7 +204,7 @@ def _tried(
         if one.hopeless:
             break
         late_left -= sum(first > fleet.first_token for first in one.first_s)
-    return FleetResult(devices, rows, log, places, _is_carried(fleet, log))
+    return FleetResult(devices, rows, log, devices if load.trace else 1, _is_carried(fleet, log))
 
 
 def _share(progress: Progress, place: int, places: int, part: float) -> None:

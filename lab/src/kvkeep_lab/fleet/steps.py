@@ -146,7 +146,7 @@ def read_steps(path: str | Path) -> Fitted:
         InputError: the file cannot be read, or has no such object.
     """
     try:
-        raw = in_full(str(path)).read_text(encoding="utf-8").strip()
+        raw = in_full(str(path)).read_text(encoding="utf-8-sig").strip()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -32,6 +32,8 @@ class RequestOutcome:
         ended: when the answer was complete.
         prompt_tokens, new_tokens, cached_tokens: as the server counts them; ``None`` if it does not.
         text: of the answer.
+        session: the number of its conversation; ``None``: it has none.
+        message_tokens: tokens of its prompt without the earlier turns, where these were sent again and are counted.
         error: the kind of its failure.
         detail: what the server says about it.
     """
@@ -44,6 +46,8 @@ class RequestOutcome:
     new_tokens: int | None = None
     cached_tokens: int | None = None
     text: str = ""
+    session: int | None = None
+    message_tokens: int | None = None
     error: str | None = None
     detail: str | None = None
 

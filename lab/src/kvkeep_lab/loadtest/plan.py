@@ -59,8 +59,11 @@ class Lengths:
 
     @property
     def average(self) -> float:
-        """The mean."""
-        return (self.low + self.high) / 2 if self.mean is None else float(self.mean)
+        """The mean of what is drawn: of short exponential lengths above `mean`, since no length is below 1."""
+        if self.mean is None:
+            return (self.low + self.high) / 2
+        ends = [math.exp(-(count + 0.5) / self.mean) for count in (1, self.most)]  # chances of more than so many
+        return 1.0 + (ends[0] - ends[1]) / -math.expm1(-1 / self.mean)
 
     @property
     def most(self) -> int:
@@ -227,7 +230,7 @@ def objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is no JSON object.
     """
     try:
-        raw = in_full(str(path)).read_text(encoding="utf-8")
+        raw = in_full(str(path)).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

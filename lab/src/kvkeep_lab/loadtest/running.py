@@ -41,16 +41,17 @@ async def send(
     async with target.client() as client:
         start = time.perf_counter()
 
-        async def talk(arrival: Arrival) -> None:
+        async def talk(number: int, arrival: Arrival) -> None:
             await asyncio.sleep(max(0.0, start + arrival.at - time.perf_counter()))
             talked = _session if sessions else _conversation
             async for outcome in talked(client, target, arrival, start + arrival.at):
+                outcome.session = number if sessions or target.chat else None
                 outcomes.append(outcome)
                 ended(outcome)
 
         async with asyncio.TaskGroup() as talks:  # after Ctrl-C it waits until each has deleted its session
-            for arrival in arrivals:
-                talks.create_task(talk(arrival))
+            for number, arrival in enumerate(arrivals):
+                talks.create_task(talk(number, arrival))
     return outcomes
 
 
@@ -59,9 +60,13 @@ async def _conversation(
 ) -> AsyncIterator[RequestOutcome]:
     """The turns of a conversation, each with all messages before it. A failure ends it."""
     messages: list[dict[str, str]] = []
+    before = 0
     for turn in arrival.turns:
         messages.append({"role": "user", "content": turn.text})
         found = await ask(client, target, messages, turn.new_tokens, planned)
+        if target.chat and found.prompt_tokens is not None:
+            found.message_tokens = max(1, found.prompt_tokens - before)
+            before = found.prompt_tokens + found.tokens
         yield found
         if found.error is not None:
             return

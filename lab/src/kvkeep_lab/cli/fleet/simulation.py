@@ -5,7 +5,7 @@ Importing this module imports torch and transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from kvkeep_lab.fleet.setup import Fleet
 from kvkeep_lab.fleet.sizing import FleetResult, bounded, paged, plan_for
 from kvkeep_lab.fleet.steps import read_steps
 from kvkeep_lab.loadtest.percentiles import SHARES, spread
-from kvkeep_lab.loadtest.plan import Lengths
+from kvkeep_lab.loadtest.plan import Lengths, Line
 
 _LENGTHS = {
     "prompt_tokens": "128",
@@ -35,6 +35,8 @@ _LENGTHS = {
     "between": "60",
 }
 _DRAWN = ("rate", "sessions", "turns", "between", "prompt_tokens", "max_new_tokens")
+_FIELDS = {"prompt_tokens": "prompt_tokens", "new_tokens": "max_new_tokens"}
+"""What a line of a file may say, and the option for lines that do not."""
 _KINDS = ("cpu", "cuda")
 
 
@@ -86,6 +88,9 @@ def read_load(given: dict[str, Any]) -> Loaded:
     elif given["rate"] is None:
         raise InputError('A fleet needs an arrival `rate`, e.g. `rate=4`, or an `input` whose lines have times, "at".')
     else:
+        for option in (_FIELDS[name] for name in _said_by(trace.lines)):
+            if given[option] is not None:
+                raise InputError(f"`{option}` was given, and every line of {file} says it.")
         words = _words(given, lines=bool(trace.lines))
     lengths = {name: Lengths.read(given[name] or text, name) for name, text in _LENGTHS.items()}
     load = FleetLoad(
@@ -100,6 +105,11 @@ def read_load(given: dict[str, Any]) -> Loaded:
     )
     load = replace(load, **{name: given[name] for name in ("requests", "seed") if given[name] is not None})
     return Loaded(load, words, trace.failed)
+
+
+def _said_by(lines: Sequence[Line]) -> list[str]:
+    """What every line of a file says."""
+    return [name for name in _FIELDS if lines and all(getattr(line, name) for line in lines)]
 
 
 def _words(given: dict[str, Any], *, lines: bool) -> str:
@@ -158,8 +168,8 @@ class Loaded(NamedTuple):
 def describe(fleet: Fleet, loaded: Loaded, ours: FleetResult, theirs: FleetResult) -> dict[str, Any]:
     """A simulation as plain data; times in seconds, sizes in bytes."""
     made, load = fleet.plan, loaded.load
-    settings = {name: str(getattr(load, name)) for name in ("prompt_tokens", "new_tokens", "sessions")}
-    settings |= {name: str(getattr(load, name)) for name in ("turns", "between")}
+    drawn = (*(name for name in _FIELDS if name not in _said_by(load.lines)), "sessions", "turns", "between")
+    settings = {name: str(getattr(load, name)) for name in drawn}
     return {
         "model": made.setting.outline.name,
         "policy": spec(made.setting.policy),
