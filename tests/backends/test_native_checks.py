@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from kvkeep.backends import Added, Ring, SlotLimits
+from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends import Added, AttentionInputs, FusedStep, NativeBackend, Ring, SlotLimits
 from kvkeep.backends.native import bindings, native, ops
 from kvkeep.backends.native.bindings import KeyRotation
 from kvkeep.kv import ranking
+from kvkeep.kv.slot_codec import KeyTransform, blank
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = [
@@ -123,10 +125,10 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("changes", TENSORS.values(), ids=TENSORS.keys())
-def test_attention_leaves_to_torch_what_does_not_fit(changes, library):
-    assert attention(**changes) is None
-    assert not library.called
+def test_attention_leaves_to_torch_what_does_not_fit(library):
+    for name, changes in TENSORS.items():
+        assert attention(**changes) is None, name
+        assert not library.called, name
 
 
 def test_a_window_longer_than_any_text_hides_nothing():
@@ -177,10 +179,113 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("changes", WRITES.values(), ids=WRITES.keys())
-def test_write_leaves_to_torch_what_does_not_fit(changes, library):
-    assert written(**changes)[0] is None
-    assert not library.called
+def test_write_leaves_to_torch_what_does_not_fit(library):
+    for name, changes in WRITES.items():
+        assert written(**changes)[0] is None, name
+        assert not library.called, name
+
+
+def codes(bits, slots, dim, heads=HK):
+    return blank(torch.zeros(B, heads, 1, dim), slots, bits)
+
+
+def coded(keys=None, values=None, transform=None, **new):
+    """Whether a write and attention are taken over keys of 4 bits and values of 8."""
+    keys, values = keys or codes(4, S, D), values or codes(8, S, E)
+    given = {"codes": bindings.Coding(keys, values, transform or KeyTransform(EXPONENTS, NORMALS))}
+    positions = torch.full((B, HK, S), -1, dtype=torch.int32)
+    new = {"new_keys": torch.ones(B, HK, 1, D), "new_values": torch.ones(B, HK, 1, E), **new}
+    slot = ops.write(
+        keys.numbers, values.numbers, positions, new=(*new.values(),), now=torch.tensor([[5], [7]]), **given
+    )
+    read = attention(keys=keys.numbers, values=values.numbers, positions=positions, wanted=None, **given)
+    return slot is not None, read is not None
+
+
+EXPONENTS, NORMALS = KeyTransform.blank(torch.zeros(B, HK, 1, D), (4, 8))
+CODES = {
+    "scales of another type": {"keys": codes(4, S, D)._replace(scales=torch.zeros(B, HK, S, 2))},
+    "scales of fewer slots": {"values": codes(8, S, E)._replace(scales=codes(8, S - 1, E).scales)},
+    "half a group": {"keys": codes(4, S, D)._replace(scales=torch.zeros(B, HK, S, 3).half())},
+    "codes of another width": {"keys": codes(4, S, D + 2)},
+    "codes of fewer heads": {"keys": codes(4, S, D, HK - 1)},
+    "bits that nobody knows": {"keys": codes(4, S, D)._replace(bits=5)},
+    "normals of another type": {"transform": KeyTransform(EXPONENTS, NORMALS.half())},
+    "normals of fewer heads": {"transform": KeyTransform(EXPONENTS, NORMALS[:, 1:])},
+    "exponents of another type": {"transform": KeyTransform(EXPONENTS.int(), NORMALS)},
+}
+
+
+def test_codes_are_read_and_written_if_they_fit(library):
+    assert coded() == (True, True)
+    assert library.called
+    library.called = False
+    for name, changes in CODES.items():
+        assert coded(**changes) == (False, False), name
+        assert not library.called, name
+
+
+def test_new_tokens_must_fit_the_codes_that_they_become(library):
+    assert coded(keys=codes(8, S, D), transform=KeyTransform()) == (True, True)
+    for name, new in {
+        "whole numbers": {"new_keys": torch.ones(B, HK, 1, D).int(), "new_values": torch.ones(B, HK, 1, E).int()},
+        "two types": {"new_values": torch.ones(B, HK, 1, E).half()},
+        "another width": {"new_keys": torch.ones(B, HK, 1, D - 1)},
+        "fewer heads": {"new_values": torch.ones(B, HK - 1, 1, E)},
+    }.items():
+        assert coded(**new) == (False, True), name
+
+
+def test_queries_and_positions_must_fit_the_codes(library):
+    given = bindings.Coding(codes(8, S, D), codes(8, S, E), KeyTransform())
+    plain = {"keys": given.keys.numbers, "values": given.values.numbers, "codes": given, "wanted": None}
+    assert attention(**plain) is not None
+    library.called = False
+    for name, changes in {
+        "whole numbers as queries": {"query": torch.zeros(B, HK * G, 1, D, dtype=torch.int32)},
+        "query heads that are no multiple": {"query": torch.zeros(B, HK * G + 1, 1, D)},
+        "positions as floats": {"positions": torch.zeros(B, HK, S)},
+        "positions of fewer slots": {"positions": torch.zeros(B, HK, S - 1, dtype=torch.int32)},
+    }.items():
+        assert attention(**plain, **changes) is None, name
+        assert not library.called, name
+
+
+def prompt(**changes):
+    """A prompt behind no slots, in the kernel or not at all."""
+    given = {
+        "query": torch.zeros(B, HK * G, S, D),
+        "keys": torch.zeros(B, HK, S, D),
+        "values": torch.zeros(B, HK, S, E),
+        "positions": torch.arange(S, dtype=torch.int32).expand(B, HK, S).contiguous(),
+        "now": torch.arange(S).expand(B, S),
+        "options": AttentionOptions(scaling=0.3),
+        "statistic": Nothing(),
+        **changes,
+    }
+    slots = Slots(given["keys"], given["values"], given["positions"])
+    asked = {"options": given["options"], "statistic": given["statistic"]}
+    return ops.attend_prefill(AttentionInputs(given["query"], slots, given["now"], **asked))
+
+
+PROMPTS = {
+    "positions of fewer rows": {"now": torch.arange(S)[None]},
+    "positions of queries as floats": {"now": torch.arange(S).expand(B, S).float()},
+    "values of another type": {"values": torch.zeros(B, HK, S, E).half()},
+    "fewer values than keys": {"values": torch.zeros(B, HK, S - 1, E)},
+    "query heads that are no multiple": {"query": torch.zeros(B, HK * G + 1, S, D)},
+    "sinks of fewer heads": options(sinks=torch.zeros(HK)),
+    "a gain of 0 within a window": {**options(window=3), "statistic": Mass(gain=torch.tensor([0.0, 2.0]))},
+}
+
+
+def test_prompts_that_do_not_fit_are_left_to_torch(library):
+    assert prompt() is not None
+    assert library.called
+    library.called = False
+    for name, changes in PROMPTS.items():
+        assert prompt(**changes) is None, name
+        assert not library.called, name
 
 
 def held(dtype=torch.int32):
@@ -214,10 +319,10 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("changes", SLOTS.values(), ids=SLOTS.keys())
-def test_eviction_leaves_to_torch_what_does_not_fit(changes, library):
-    assert evicted(**changes)[0] is None
-    assert not library.called
+def test_eviction_leaves_to_torch_what_does_not_fit(library):
+    for name, changes in SLOTS.items():
+        assert evicted(**changes)[0] is None, name
+        assert not library.called, name
 
 
 def test_windows_and_counts_leave_to_torch_what_does_not_fit(library):
@@ -260,7 +365,7 @@ def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monke
 
 
 def tallied(**changes):
-    """Whether a decode step with a ring is taken."""
+    """A decode step with a ring, or None."""
     ring = Ring((torch.zeros(B, HK, S),), torch.empty(B, HK, S), window=2, least=1, drop=2, budget=4)
     ring = dataclasses.replace(ring, **{name: value for name, value in changes.items() if hasattr(ring, name)})
     sums = changes.get("states", tuple(torch.zeros(B, HK, S) for _ in range(2)))
@@ -270,8 +375,8 @@ def tallied(**changes):
         torch.tensor([[5], [7]]),
         options=AttentionOptions(0.5),
         wanted=changes.get("wanted", ops.WantedReport("low")),
-        added=Added(sums, is_score=False, ring=ring),
-        limits=SlotLimits(torch.tensor([6, 8])),
+        added=Added(sums, is_score=False, ring=ring, lost=changes.get("lost")),
+        limits=SlotLimits(changes.get("seen", torch.tensor([6, 8])), prompt=changes.get("prompt")),
     )
 
 
@@ -301,7 +406,48 @@ def test_a_ring_is_taken_with_sizes_of_any_kind():
     assert tallied(budget=torch.tensor([[4], [3]], dtype=torch.int32), window=2**40) is not None
 
 
-@pytest.mark.parametrize("changes", RINGS.values(), ids=RINGS.keys())
-def test_a_step_leaves_to_others_a_ring_that_does_not_fit(changes, library):
-    assert tallied(**changes) is None
-    assert not library.called
+def test_a_step_leaves_to_others_a_ring_that_does_not_fit(library):
+    for name, changes in RINGS.items():
+        assert tallied(**changes) is None, name
+        assert not library.called, name
+
+
+def test_a_step_leaves_to_others_other_sums_and_limits_that_do_not_fit(library):
+    for name, changes in {
+        "lost mass of one number": {"lost": torch.zeros(B, HK, 1)},
+        "lost mass in another type": {"lost": torch.zeros(B, HK, 2).double()},
+        "a prompt of fewer rows": {"prompt": torch.tensor([6])},
+        "tokens seen as floats": {"seen": torch.tensor([6.0, 8.0])},
+    }.items():
+        assert tallied(**changes) is None, name
+        assert not library.called, name
+
+
+def step_of(limits, *, ring=None, **asked):
+    new = torch.ones(B, HK, 1, D), torch.ones(B, HK, 1, E)
+    slots = Slots(torch.zeros(B, HK, S, D), torch.zeros(B, HK, S, E), torch.full((B, HK, S), -1, dtype=torch.int32))
+    query, now, options = torch.ones(B, HK * G, 1, D), torch.tensor([[5], [7]]), AttentionOptions(0.5, **asked)
+    added = Added((), is_score=False, ring=ring)
+    return FusedStep(query, slots, new, now, Nothing(), options, added=added, limits=limits)
+
+
+def test_a_step_is_replayed_only_if_the_kernel_needs_no_copies_of_what_changes():
+    seen = torch.tensor([6, 8])
+    assert isinstance(NativeBackend().repeat(step_of(SlotLimits(seen))), ops.NativeRepeat)
+    assert NativeBackend().repeat(step_of(SlotLimits(seen), sinks=torch.zeros(HK * G))) is None
+    assert NativeBackend().repeat(step_of(SlotLimits(seen.int()))) is None
+    assert NativeBackend().repeat(step_of(SlotLimits(seen, prompt=seen.int()))) is None
+    ring = Ring((torch.zeros(B, HK, S),), torch.empty(B, HK, S), window=2, least=1, drop=2, budget=4)
+    assert NativeBackend().repeat(step_of(SlotLimits(seen), ring=ring)) is None
+
+
+def test_what_the_kernel_does_not_take_torch_does_in_its_place():
+    """Positions in another type."""
+    backend, narrow, wide = NativeBackend(), held(), held(torch.int64)
+    for positions in (narrow, wide):
+        backend.expire(positions, SEEN, 4)
+        backend.evict(positions, SCORES, SlotLimits(SEEN, sinks=0, recent=0, stay=3))
+    assert torch.equal(narrow, wide.int())
+    assert (narrow >= 0).sum(-1).unique().tolist() == [3]
+    assert backend.is_over(wide, 2)
+    assert not backend.is_over(wide, 3)

@@ -200,6 +200,7 @@ def test_parts_of_a_gated_layer_must_fit():
     assert layer_ops.gated(x, layer(32, 16), layer(32, 16), layer(17, 32)) is None
     assert layer_ops.gated(x, layer(32, 16), layer(32, 16), layer(16, 32).bfloat16()) is None
     assert layer_ops.gated(x, layer(32, 16), None, layer(17, 32)) is None
+    assert layer_ops.gated(x, layer(31, 16), None, layer(16, 32)) is None
     weight, bias = (nn.Parameter(torch.ones(n)) for n in (32, 31))
     assert layer_ops.norm(x, layer_ops.Norm(bias, 1e-5)) is None
     assert layer_ops.norm(x, layer_ops.Norm(weight, 1e-5, bias=bias)) is None

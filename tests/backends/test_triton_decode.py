@@ -4,18 +4,20 @@ import dataclasses
 
 import pytest
 import torch
+from conformance.bounds import check
 from conformance.cases import device_of, on, token
 from phases import phase_of
 
 import kvkeep
-from kvkeep.attention_stats import LastHit, Mass, Nothing
+from kvkeep.attention_stats import LastHit, Low, Mass, Nothing
 from kvkeep.backends import SWITCH, AttentionInputs
 from kvkeep.backends.base import Added, FusedStep, SlotLimits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, launch, ops, prefill_ops
 from kvkeep.errors import pip_install
+from kvkeep.kv.slot_codec import CodedSlots, blank
 from kvkeep.noise import Gumbel
-from kvkeep.types import AttentionOptions, Top
+from kvkeep.types import AttentionOptions, Slots, Top
 
 pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux alone")
 
@@ -33,25 +35,54 @@ def kernels_on(monkeypatch):
     launch.notice.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("given", "statistic", "options", "reason"),
-    [
-        (token(20, 16, 2), LastHit(), PLAIN, "LastHit"),
-        (token(20, 16, 2), Mass(noise=Gumbel(1, 1, torch.arange(6))), PLAIN, "Mass"),
-        (token(20, 16, 2), Nothing(), AttentionOptions(0.2, top=Top(torch.ones(6).long(), True)), "largest"),
-        (token(20, 16, 2, torch.float64), Mass(), PLAIN, "float64"),
-        (token(20, 272, 2), Mass(), PLAIN, "head dim of 272"),
-        (token(20, 16, 65), Mass(), PLAIN, "65 query heads"),
-    ],
-    ids=["last hit", "noise", "top", "float64", "long heads", "many heads"],
-)
-def test_torch_does_what_no_kernel_knows_and_says_so_once(given, statistic, options, reason, caplog):
-    given, statistic, options = on("triton", given, statistic, options)
-    for _ in range(2):
-        found, _ = TritonBackend().attend(AttentionInputs(*given, statistic=statistic, options=options))
-    (record,) = caplog.records
-    assert reason in record.getMessage()
-    assert torch.equal(found, TorchBackend().attend(AttentionInputs(*given, statistic=statistic, options=options))[0])
+UNKNOWN = {
+    "LastHit": (token(20, 16, 2), LastHit(), PLAIN),
+    "Mass": (token(20, 16, 2), Mass(noise=Gumbel(1, 1, torch.arange(6))), PLAIN),
+    "largest": (token(20, 16, 2), Nothing(), AttentionOptions(0.2, top=Top(torch.ones(6).long(), True))),
+    "float64": (token(20, 16, 2, torch.float64), Mass(), PLAIN),
+    "head dim of 272": (token(20, 272, 2), Mass(), PLAIN),
+    "65 query heads": (token(20, 16, 65), Mass(), PLAIN),
+}
+
+
+def test_torch_does_what_no_kernel_knows_and_says_so_once(caplog):
+    for reason, asked in UNKNOWN.items():
+        given, statistic, options = on("triton", *asked)
+        caplog.clear()
+        for _ in range(2):
+            found, _ = TritonBackend().attend(AttentionInputs(*given, statistic=statistic, options=options))
+        (record,) = caplog.records
+        assert reason in record.getMessage()
+        want, _ = TorchBackend().attend(AttentionInputs(*given, statistic=statistic, options=options))
+        assert torch.equal(found, want)
+
+
+def test_a_few_slots_of_one_head_with_every_option_and_numbers_of_each_row():
+    query, slots, now = token(5, 16, 2, Hk=1)
+    given = query[:1], Slots(*(part[:1] for part in slots)), now[:1]
+    options = AttentionOptions(0.5, window=4000, softcap=2.0, sinks=torch.tensor([0.3, -1.0]))
+    for statistic in (Low(rows=torch.tensor([1]), theta=0.7, live=True), Mass(gain=torch.tensor([1.5]))):
+        check(TritonBackend(), *on("triton", given, statistic, options))
+
+
+def test_slots_that_a_window_has_passed_are_emptied_by_a_kernel(monkeypatch):
+    monkeypatch.setattr(TorchBackend, "expire", None)
+    positions = torch.tensor([[[4, 7, -1, 3, 5]]], dtype=torch.int32, device=DEVICE)
+    TritonBackend().expire(positions, torch.tensor([8], device=DEVICE), 4)
+    assert positions.tolist() == [[[-1, 7, -1, -1, 5]]]
+
+
+def test_steps_and_codes_of_a_type_that_no_kernel_takes_are_left_to_torch():
+    query, slots, now = on("triton", token(20, 16, 2, torch.float64))[0]
+    new = slots.keys[:, :, :1].nan_to_num(), slots.values[:, :, :1].nan_to_num()
+    coded = CodedSlots.of(blank(slots.keys, 20, 8), blank(slots.values, 20, 8), slots.positions, torch.float64)
+    before = slots.positions.clone()
+    for held, asked in ((slots, query), (coded, query), (coded, query.float())):
+        limits, added = SlotLimits(now[:, 0].int() + 1), Added((), is_score=False)
+        assert TritonBackend().step(FusedStep(asked, held, new, now, Nothing(), PLAIN, added, limits)) is None
+    assert ops.attend(query, coded, now, options=PLAIN, wanted=None) is None
+    assert ops.write(coded, new, now) is None
+    assert torch.equal(slots.positions, before)
 
 
 def test_where_kernels_run(monkeypatch):

@@ -1,6 +1,7 @@
 """What only Triton's kernels of a prompt have: tiles, splits, torch's output, and what they leave to torch."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from conformance.cases import chunk
 
 import kvkeep
 from kvkeep import backends
-from kvkeep.attention_stats import LastHit, Low, Mass, Nothing
+from kvkeep.attention_stats import LastHit, Low, Mass, MassAndLast, Nothing
 from kvkeep.backends import AttentionInputs
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
@@ -56,6 +57,18 @@ def test_one_row_that_sees_nothing(statistic):
         out, report = attend((query, slots, at), statistic)
         assert (out == 0).all()
         assert all((field == 0).all() for field in report.sums.values())
+
+
+ALL = AttentionOptions(scaling=0.5, window=3, softcap=2.0, sinks=torch.tensor([0.3]))
+
+
+def test_a_short_prompt_of_one_head_with_every_option():
+    given = chunk(T=4, S=3, D=16, G=1, Hk=1, B=1, pads=1)
+    for statistic, options in (
+        (MassAndLast(rows=3, last=17, gain=1.5), ALL),
+        (Low(rows=2, theta=0.7, live=True), ALL),
+    ):
+        check(Kernels(), given, statistic, options)
 
 
 def test_tiles_outside_of_the_window_are_left_out():
@@ -132,6 +145,19 @@ def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch
     assert dataclasses.replace(there, fresh=True).prefers_torch(Mass())
 
 
+def test_a_kernel_of_torch_is_only_used_if_its_sums_are_natural_logarithms_of_every_row(monkeypatch):
+    found = {}
+    for name, change in {
+        "right": lambda out, lse: (out, lse),
+        "to base 2": lambda out, lse: (out, lse * 1.4426950408889634),
+        "of fewer rows": lambda out, lse: (out, lse[:, :, 1:]),
+        "another output": lambda out, lse: (out[:, 1:], lse),
+    }.items():
+        monkeypatch.setitem(prefill_ops._CALLS, 99, lambda *given, change=change: change(*lse_of(*given)))
+        found[name] = prefill_ops._is_right.__wrapped__(99, torch.device("cpu"), torch.float32)
+    assert found == {"right": True, "to base 2": False, "of fewer rows": False, "another output": False}
+
+
 def test_a_prompt_without_padding_is_told_and_not_looked_at(monkeypatch):
     query, slots, now = whole_prompt()
     monkeypatch.setattr(prefill_ops.Prefill, "fits_torch", lambda work: work.fresh)
@@ -183,15 +209,10 @@ def test_torchs_sums_are_taken_where_they_are_what_they_should_be(base, monkeypa
     assert bool(asked) == (base != 1.0)
 
 
-@pytest.mark.parametrize("error", [AttributeError("no operator"), TypeError("arguments"), RuntimeError("no kernel")])
-def test_a_kernel_of_torch_that_has_changed_is_not_used(error, monkeypatch):
-    def gone(*given):
-        raise error
-
-    monkeypatch.setattr(prefill_ops, "_kind", lambda *given: 99)
-    monkeypatch.setitem(prefill_ops._CALLS, 99, gone)
-    prefill_ops._is_right.cache_clear()
-    check(Kernels("torch"), whole_prompt(), Mass(), PLAIN)
+def test_a_kernel_of_torch_that_has_changed_is_not_used(monkeypatch):
+    for error in (AttributeError("no operator"), TypeError("arguments"), RuntimeError("no kernel")):
+        monkeypatch.setitem(prefill_ops._CALLS, 99, Mock(side_effect=error))
+        assert not prefill_ops._is_right.__wrapped__(99, torch.device("cpu"), torch.float32)
 
 
 UNKNOWN = {
@@ -201,12 +222,12 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("reason", UNKNOWN)
-def test_what_is_not_known_is_left_to_others(reason):
-    asked = {"statistic": Mass(), "options": PLAIN, **UNKNOWN[reason]}
+def test_what_is_not_known_is_left_to_others():
     query, slots, now = chunk(T=2, S=3)
-    assert prefill_ops.attend(AttentionInputs(query, slots, now, **asked)) is None
-    assert reason in prefill_ops.unknown(query, slots, **asked)
+    for reason, changes in UNKNOWN.items():
+        asked = {"statistic": Mass(), "options": PLAIN, **changes}
+        assert prefill_ops.attend(AttentionInputs(query, slots, now, **asked)) is None
+        assert reason in prefill_ops.unknown(query, slots, **asked)
 
 
 def test_types_and_sizes_that_are_not_known_are_left_to_others():
@@ -216,4 +237,6 @@ def test_types_and_sizes_that_are_not_known_are_left_to_others():
     assert "float64" in prefill_ops.unknown(q.double(), wide, **plain)
     assert "bfloat16" in prefill_ops.unknown(q, Slots(k.bfloat16(), v, positions), **plain)
     assert "256" in prefill_ops.unknown(q, Slots(k, torch.zeros(2, 2, 5, 257), positions), **plain)
+    narrow = Slots(k, v[..., : launch.MIN_DIM - 1], positions)
+    assert "values of fewer than" in prefill_ops.unknown(q, narrow, **plain)
     assert prefill_ops.attend(AttentionInputs(q.double(), wide, now, **plain)) is None

@@ -89,18 +89,19 @@ def writer():
     return Writer(checkpoint, loading.read_weights(checkpoint))
 
 
-@pytest.mark.parametrize("name", choice.NAMES)
-def test_the_formats_of_the_authors(name, tmp_path):
-    row, contexts, said, right = ROWS[name]
-    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    assert choice.questions(name, str(tmp_path)) == [choice.Choice(contexts, said, right)]
-    assert choice.known_in(str(tmp_path)) == [name]
+def test_the_formats_of_the_authors(tmp_path):
+    assert ROWS.keys() == set(choice.NAMES)
+    for name, (row, contexts, said, right) in ROWS.items():
+        (folder := tmp_path / name).mkdir()
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        assert choice.questions(name, str(folder)) == [choice.Choice(contexts, said, right)]
+        assert choice.known_in(str(folder)) == [name]
 
 
-@pytest.mark.parametrize("name", ADAPTED)
-def test_the_format_of_llm_adapters(name, tmp_path):
-    (tmp_path / f"{name}.json").write_text(json.dumps([ADAPTED[name]]))
-    assert choice.questions(name, str(tmp_path)) == [choice.Choice(*ROWS[name][1:])]
+def test_the_format_of_llm_adapters(tmp_path):
+    for name, row in ADAPTED.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps([row]))
+        assert choice.questions(name, str(tmp_path)) == [choice.Choice(*ROWS[name][1:])]
 
 
 def test_a_question_of_llm_adapters_may_have_a_colon(tmp_path):
@@ -110,31 +111,47 @@ def test_a_question_of_llm_adapters_may_have_a_colon(tmp_path):
     assert set(found.contexts) == {"Question: To win: run\nAnswer:"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["['a ) 2', 'b ) 1 , 000', 'c ) 5 cm']", "a)2,b)1 , 000,c)5 cm", "a ) a ) 2 , b ) b ) 1 , 000 , c ) c ) 5 cm"],
-)
-def test_mathqas_options_in_every_form(options, tmp_path):
-    row = {"Problem": "1 + 1 ?", "options": options, "correct": "b"}
-    (tmp_path / "mathqa.jsonl").write_text(json.dumps(row) + "\n")
-    (found,) = choice.questions("mathqa", str(tmp_path))
-    assert found.choices == (" 2", " 1 , 000", " 5 cm")
+def test_mathqas_options_in_every_form(tmp_path):
+    for options in (
+        "['a ) 2', 'b ) 1 , 000', 'c ) 5 cm']",
+        "a)2,b)1 , 000,c)5 cm",
+        "a ) a ) 2 , b ) b ) 1 , 000 , c ) c ) 5 cm",
+    ):
+        row = {"Problem": "1 + 1 ?", "options": options, "correct": "b"}
+        (tmp_path / "mathqa.jsonl").write_text(json.dumps(row) + "\n")
+        (found,) = choice.questions("mathqa", str(tmp_path))
+        assert found.choices == (" 2", " 1 , 000", " 5 cm")
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({**COPA, "label": 2}, "Line 2 .*names no choice"),
-        ({**COPA, "label": True}, "Line 2 .*names no choice"),
-        ({**COPA, "question": "x"}, "Line 2 "),
-        ({**COPA, "choice1": ""}, "Line 2 "),
-        ({}, "Line 2 .*question"),
-    ],
-)
-def test_entries_of_another_format_are_named(row, said, tmp_path):
-    (tmp_path / "copa.jsonl").write_text(json.dumps(COPA) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(InputError, match=said):
-        choice.questions("copa", str(tmp_path))
+WRONG = [
+    ("copa", {**COPA, "label": 2}, "names no choice"),
+    ("copa", {**COPA, "label": True}, "names no choice"),
+    ("copa", {**COPA, "question": "x"}, ""),
+    ("copa", {**COPA, "choice1": ""}, ""),
+    ("copa", {}, "question"),
+    ("winogrande", {**ROWS["winogrande"][0], "sentence": "The fox saw."}, "has no blank"),
+    ("mathqa", {"Problem": "1 + 1 ?", "options": "a ) , b ) 2", "correct": "b"}, "an option is empty"),
+    ("hellaswag", {**ROWS["hellaswag"][0], "endings": "won."}, "'endings' is 'won.', no list"),
+]
+
+
+def test_entries_of_another_format_are_named(tmp_path):
+    for name, row, said in WRONG:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[name][0]) + "\n" + json.dumps(row) + "\n")
+        with pytest.raises(InputError, match=f"Line 2 .*{said}"):
+            choice.questions(name, str(tmp_path))
+
+
+def test_entries_of_llm_adapters_without_choices_or_with_another_answer_are_named(tmp_path):
+    for name, change in (
+        ("piqa", {"answer": "solution3"}),
+        ("piqa", {"answer": "solution0"}),
+        ("winogrande", {"instruction": "Please choose: Run"}),
+        ("winogrande", {"instruction": "Run"}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps([ADAPTED[name], {**ADAPTED[name], **change}]))
+        with pytest.raises(InputError, match=r"Entry 2 .*no question of"):
+            choice.questions(name, str(tmp_path))
 
 
 def load(tmp_path, n=8, **options):

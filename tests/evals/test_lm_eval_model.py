@@ -157,26 +157,26 @@ def test_the_first_token_of_an_answer_depends_on_the_cut():
 PROMPT = "A text.\n\nQuestion: one? Answer: 1\n\nAnother text.\nQuestion: two? Answer:"
 
 
-@pytest.mark.parametrize(
-    ("protocol", "head"),
-    [
-        (EvaluationProtocol(question="later"), "A text.\n\nQuestion: one? Answer: 1\n\nAnother text."),
-        (EvaluationProtocol(examples="later"), "A text.\n\nQuestion: one? Answer: 1"),
-        (
-            EvaluationProtocol(question="later", examples="later"),
-            "A text.\n\nQuestion: one? Answer: 1\n\nAnother text.",
-        ),
-        (EvaluationProtocol(question="later", question_mark="Answer:"), PROMPT.removesuffix("Answer:")),
-        (EvaluationProtocol(question="later", question_mark="?!"), ""),
-    ],
-)
-def test_prompts_are_cut_before_the_last_mark(protocol, head):
-    assert PROMPT[: protocol.place(PROMPT)] == head
-    encode = functools.partial(writer().checkpoint.tokenizer.encode, add_special_tokens=False)
-    ids = encode(PROMPT)
-    first = protocol.first(PROMPT, ids, encode)
-    assert PROMPT.startswith(writer().checkpoint.tokenizer.decode(ids[:first]))
-    assert len(head) - 4 <= len(writer().checkpoint.tokenizer.decode(ids[:first])) <= len(head)
+CUTS = [
+    (EvaluationProtocol(question="later"), "A text.\n\nQuestion: one? Answer: 1\n\nAnother text."),
+    (EvaluationProtocol(examples="later"), "A text.\n\nQuestion: one? Answer: 1"),
+    (
+        EvaluationProtocol(question="later", examples="later"),
+        "A text.\n\nQuestion: one? Answer: 1\n\nAnother text.",
+    ),
+    (EvaluationProtocol(question="later", question_mark="Answer:"), PROMPT.removesuffix("Answer:")),
+    (EvaluationProtocol(question="later", question_mark="?!"), ""),
+]
+
+
+def test_prompts_are_cut_before_the_last_mark():
+    for protocol, head in CUTS:
+        assert PROMPT[: protocol.place(PROMPT)] == head
+        encode = functools.partial(writer().checkpoint.tokenizer.encode, add_special_tokens=False)
+        ids = encode(PROMPT)
+        first = protocol.first(PROMPT, ids, encode)
+        assert PROMPT.startswith(writer().checkpoint.tokenizer.decode(ids[:first]))
+        assert len(head) - 4 <= len(writer().checkpoint.tokenizer.decode(ids[:first])) <= len(head)
 
 
 def test_a_prompt_that_begins_with_its_question_has_nothing_to_cut():
@@ -185,30 +185,36 @@ def test_a_prompt_that_begins_with_its_question_has_nothing_to_cut():
     assert "question_mark" in str(later.no_cut("Question: one?", 0))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"polcy": "h2o"}, "polcy"),
-        ({"stride": 0}, "stride"),
-        ({"rows": "many"}, "rows"),
-        ({"max_length": True}, "max_length"),
-    ],
-)
-def test_wrong_model_arguments_are_refused(options, said):
-    with pytest.raises(KVKeepError, match=said):
-        Arguments.of(options)
+WRONG_ARGUMENTS = [
+    ({"polcy": "h2o"}, "polcy"),
+    ({"stride": 0}, "stride"),
+    ({"rows": "many"}, "rows"),
+    ({"max_length": True}, "max_length"),
+]
 
 
-@pytest.mark.parametrize("options", [{"question": "never"}, {"examples": "x"}, {"question_mark": ""}])
-def test_wrong_protocols_are_refused(options):
-    with pytest.raises(KVKeepError, match=next(iter(options))):
-        EvaluationProtocol(**options)
+def test_wrong_model_arguments_are_refused():
+    for options, said in WRONG_ARGUMENTS:
+        with pytest.raises(KVKeepError, match=said):
+            Arguments.of(options)
 
 
-@pytest.mark.parametrize("text", ["", "x", "%", "0", "-5", "0%", "120%", "nan%", "inf", "1e3"])
-def test_wrong_budgets_are_refused(text):
-    with pytest.raises(KVKeepError):
-        budget_of(text)
+WRONG_PROTOCOLS = [{"question": "never"}, {"examples": "x"}, {"question_mark": ""}]
+
+
+def test_wrong_protocols_are_refused():
+    for options in WRONG_PROTOCOLS:
+        with pytest.raises(KVKeepError, match=next(iter(options))):
+            EvaluationProtocol(**options)
+
+
+WRONG_BUDGETS = ["", "x", "%", "0", "-5", "0%", "120%", "nan%", "inf", "1e3"]
+
+
+def test_wrong_budgets_are_refused():
+    for text in WRONG_BUDGETS:
+        with pytest.raises(KVKeepError):
+            budget_of(text)
 
 
 def test_a_budget_below_what_the_policy_protects_is_refused_before_weights_are_read(monkeypatch):

@@ -82,37 +82,36 @@ def test_a_session_drops_messages_and_goes_on(server):
     assert text(said(server, [FIRST], session_id="agent")) == text(said(server, [FIRST], session_id="other"))
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ({}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [4]}, "last answer"),
-        ({"messages": [-1]}, "last answer"),
-        ({"messages": [5]}, "no message 5"),
-        ({"messages": [-6]}, "no message -6"),
-        ({"messages": ["1"]}, "messages"),
-        ({"messages": [True]}, "messages"),
-        ({"messages": 1}, "messages"),
-        ({"spans": [[0, 4]]}, "pinned"),
-        ({"messages": [0]}, "pinned"),
-        ({"spans": [[4, 9999]]}, "has read"),
-        ({"spans": [[9, 4]]}, "reversed"),
-        ({"spans": [[-2, 4]]}, "negative"),
-        ({"spans": [[1]]}, "spans"),
-        ({"spans": "all"}, "spans"),
-        ({"messages": [1], "reposition": True}, "slot positions"),
-        ({"messages": [1], "reposition": [1]}, "reposition"),
-        ({"messages": [1], "repositon": False}, "reposition"),
-    ],
-)
-def test_wrong_drops_of_a_session_are_refused(server, body, why):
-    if "wrong" not in {entry["id"] for entry in server.client.get("/v1/sessions").json()["data"]}:
-        server.post("/v1/sessions", {"id": "wrong", "policy": "h2o"})
-        said(server, [SYSTEM, FIRST], session_id="wrong")
-        said(server, [RESULT], session_id="wrong")
-    assert why in server.refused(server.post("/v1/sessions/wrong/drop", body))["message"]
-    assert server.client.get("/v1/sessions/wrong").json()["dropped"] == []
+OF_SESSIONS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [4]}, "last answer"),
+    ({"messages": [-1]}, "last answer"),
+    ({"messages": [5]}, "no message 5"),
+    ({"messages": [-6]}, "no message -6"),
+    ({"messages": ["1"]}, "messages"),
+    ({"messages": [True]}, "messages"),
+    ({"messages": 1}, "messages"),
+    ({"spans": [[0, 4]]}, "pinned"),
+    ({"messages": [0]}, "pinned"),
+    ({"spans": [[4, 9999]]}, "has read"),
+    ({"spans": [[9, 4]]}, "reversed"),
+    ({"spans": [[-2, 4]]}, "negative"),
+    ({"spans": [[1]]}, "spans"),
+    ({"spans": "all"}, "spans"),
+    ({"messages": [1], "reposition": True}, "slot positions"),
+    ({"messages": [1], "reposition": [1]}, "reposition"),
+    ({"messages": [1], "repositon": False}, "reposition"),
+]
+
+
+def test_wrong_drops_of_a_session_are_refused(server):
+    server.post("/v1/sessions", {"id": "wrong", "policy": "h2o"})
+    said(server, [SYSTEM, FIRST], session_id="wrong")
+    said(server, [RESULT], session_id="wrong")
+    for body, why in OF_SESSIONS:
+        assert why in server.refused(server.post("/v1/sessions/wrong/drop", body))["message"]
+        assert server.client.get("/v1/sessions/wrong").json()["dropped"] == []
 
 
 def test_sessions_of_others_are_unknown():
@@ -209,36 +208,36 @@ def test_a_message_that_is_left_out_is_read_anew_under_auto_and_the_header_says_
         list(stream.iter_lines())
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ({"drop_message": {"6": [3]}}, "names message 6"),
-        ({"drop_message": {"x": [3]}}, "no index"),
-        ({"drop_message": {"\u0663": [3]}}, "no index"),
-        ({"drop_message": {"": [3]}}, "no index"),
-        ({"drop_message": {"9" * 400: [3]}}, "no index"),
-        ({"drop_message": [3] * 50_000 + [2**62]}, "names message 4611686018427387904"),
-        ({"drop_message": {"2": [3]}}, "before it is read"),
-        ({"drop_message": {"5": [6]}}, "names message 6"),
-        ({"drop_message": [-7]}, "names message -7"),
-        ({"drop_message": [0]}, "pinned"),
-        ({"drop_message": [0, 1, 2, 3, 4, 5], "pin_system": False}, "names all messages"),
-        ({"drop_message": "all"}, "drop_message"),
-        ({"drop_message": {"5": 3}}, "drop_message"),
-        ({"drop_message": [3], "reposition": True}, "slot positions"),
-        ({"drop_message": [3], "reposition": [5]}, "slot positions"),
-        ({"reposition": [9]}, "names message 9"),
-        ({"drop_message": [3], "truncate_prompt_tokens": 20}, "truncate_prompt_tokens"),
-        ({"drop_message": [3], "guard": 0.5}, "guard"),
-        ({"drop_message": [3], "pin_messages": [3]}, "pinned"),
-        ({"drop_messages": [3]}, "drop_message"),
-    ],
-)
-def test_wrong_drops_of_a_chat_are_refused(server, body, why):
-    if not hasattr(server, "wrong_talk"):
-        server.wrong_talk = talk(server, user="wrong")
-    answer = server.chat(messages=server.wrong_talk, max_tokens=2, user="wrong", **body)
-    assert why in server.refused(answer)["message"]
+OF_CHATS = [
+    ({"drop_message": {"6": [3]}}, "names message 6"),
+    ({"drop_message": {"x": [3]}}, "no index"),
+    ({"drop_message": {"\u0663": [3]}}, "no index"),
+    ({"drop_message": {"": [3]}}, "no index"),
+    ({"drop_message": {"9" * 400: [3]}}, "no index"),
+    ({"drop_message": [3] * 50_000 + [2**62]}, "names message 4611686018427387904"),
+    ({"drop_message": {"2": [3]}}, "before it is read"),
+    ({"drop_message": {"5": [6]}}, "names message 6"),
+    ({"drop_message": [-7]}, "names message -7"),
+    ({"drop_message": [0]}, "pinned"),
+    ({"drop_message": [0, 1, 2, 3, 4, 5], "pin_system": False}, "names all messages"),
+    ({"drop_message": "all"}, "drop_message"),
+    ({"drop_message": {"5": 3}}, "drop_message"),
+    ({"drop_message": [3], "reposition": True}, "slot positions"),
+    ({"drop_message": [3], "reposition": [5]}, "slot positions"),
+    ({"reposition": [9]}, "names message 9"),
+    ({"drop_message": [3], "truncate_prompt_tokens": 20}, "truncate_prompt_tokens"),
+    ({"drop_message": [3], "guard": 0.5}, "guard"),
+    ({"drop_message": [3], "pin_messages": [3]}, "pinned"),
+    ({"drop_messages": [3]}, "drop_message"),
+]
+
+
+def test_wrong_drops_of_a_chat_are_refused(server):
+    for body, why in OF_CHATS:
+        if not hasattr(server, "wrong_talk"):
+            server.wrong_talk = talk(server, user="wrong")
+        answer = server.chat(messages=server.wrong_talk, max_tokens=2, user="wrong", **body)
+        assert why in server.refused(answer)["message"]
 
 
 def test_the_first_message_is_not_dropped_where_the_template_refuses_it_alone(server, monkeypatch):

@@ -81,30 +81,29 @@ NOTHING = (
 )
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        dict.fromkeys(NOTHING),
-        {"input": [{**USER, "type": None, "id": None, "status": None, "phase": None}]},
-        {"input": [USER, {"role": "assistant", "content": None}, USER]},
-        {"input": [USER, {**CALL, "id": None, "status": None, "caller": None}, {**RESULT, "name": None}]},
-        {
-            "input": [
-                USER,
-                {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
-                CALL,
-                RESULT,
-            ]
-        },
-        {"stream": True, "stream_options": {"include_obfuscation": False}},
-        {"max_tool_calls": 3, "text": {"format": None, "verbosity": "medium"}, "service_tier": "flex"},
-    ],
-    ids=str,
-)
-def test_what_the_types_of_the_api_allow_is_taken(server, body):
-    answer = server.post(RESPONSES, {"input": "a", "max_output_tokens": 2, **body})
-    assert answer.status_code == 200, answer.text
-    assert "x-kvkeep-ignored" not in answer.headers
+ALLOWED = [
+    dict.fromkeys(NOTHING),
+    {"input": [{**USER, "type": None, "id": None, "status": None, "phase": None}]},
+    {"input": [USER, {"role": "assistant", "content": None}, USER]},
+    {"input": [USER, {**CALL, "id": None, "status": None, "caller": None}, {**RESULT, "name": None}]},
+    {
+        "input": [
+            USER,
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            CALL,
+            RESULT,
+        ]
+    },
+    {"stream": True, "stream_options": {"include_obfuscation": False}},
+    {"max_tool_calls": 3, "text": {"format": None, "verbosity": "medium"}, "service_tier": "flex"},
+]
+
+
+def test_what_the_types_of_the_api_allow_is_taken(server):
+    for body in ALLOWED:
+        answer = server.post(RESPONSES, {"input": "a", "max_output_tokens": 2, **body})
+        assert answer.status_code == 200, answer.text
+        assert "x-kvkeep-ignored" not in answer.headers
 
 
 def test_a_call_belongs_to_the_message_before_it():
@@ -132,31 +131,39 @@ def test_only_allowed_tools_are_called(server, chat):
     assert set(calls) == {"time"}
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"include": ["message.output_text"]}, "include"),
-        ({"include": "message.output_text.logprobs"}, "include"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": -1}, "top_logprobs"),
-        ({"top_logprobs": "1"}, "top_logprobs"),
-        ({"instructions": "\ud83d"}, "instructions"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
-        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type"),
-        ({"input": [USER, {**CALL, "name": "a b"}], "instructions": "Be nice."}, "input[1]"),
-        ({"input": [USER, {**CALL, "call_id": 5}]}, "input[1].call_id"),
-        ({"input": [USER, {**CALL, "arguments": "\ud83d"}]}, "input[1].arguments"),
-        ({"input": [USER, CALL, {**RESULT, "output": "\ud83d"}]}, "input[2].output"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
-        ({"max_output_tokens": 10**30}, "max_output_tokens"),
-        ({"stream_options": {}}, "stream_options"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [OTHER]}}, "tool_choice"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_names_its_parameter(server, body, param):
-    answer = server.client.post(RESPONSES, content=json.dumps({"input": "a", **body}))
-    assert server.refused(answer)["param"] == param
+REFUSED = [
+    ({"include": ["message.output_text"]}, "include"),
+    ({"include": "message.output_text.logprobs"}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": -1}, "top_logprobs"),
+    ({"top_logprobs": "1"}, "top_logprobs"),
+    ({"instructions": "\ud83d"}, "instructions"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type"),
+    ({"input": [USER, {**CALL, "name": "a b"}], "instructions": "Be nice."}, "input[1]"),
+    ({"input": [USER, {**CALL, "call_id": 5}]}, "input[1].call_id"),
+    ({"input": [USER, {**CALL, "arguments": "\ud83d"}]}, "input[1].arguments"),
+    ({"input": [USER, CALL, {**RESULT, "output": "\ud83d"}]}, "input[2].output"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "message", "role": "robot", "content": "a"}]}, "input[0]"),
+    ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "input[0].content"),
+    ({"text": {"format": "json"}}, "text.format"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+    ({"max_output_tokens": 10**30}, "max_output_tokens"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": ["weather"]}, "tools[0]"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "time"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [OTHER]}}, "tool_choice"),
+]
+
+
+def test_what_is_refused_names_its_parameter(server):
+    for body, param in REFUSED:
+        answer = server.client.post(RESPONSES, content=json.dumps({"input": "a", **body}))
+        assert server.refused(answer)["param"] == param

@@ -1,6 +1,7 @@
 """The search against an exhaustive one, on curves whose truth is known."""
 
 import functools
+import json
 import math
 import random
 
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.errors import InputError
 from kvkeep.evals.tune.measure import Arm, budgets_of, kept, ladder
-from kvkeep.evals.tune.search import Sizes, search
+from kvkeep.evals.tune.search import Sizes, TuneRecords, search
 
 SIZES = Sizes((3, 6, 12), (12, 40))
 ASKED = 16
@@ -101,6 +103,19 @@ def within_a_step(arms, found, best):
     return found.row_bytes <= best.row_bytes or own[own.index(found) - 1].row_bytes <= best.row_bytes
 
 
+def test_on_a_few_curves_the_answer_is_within_a_step_of_the_exhaustive_one():
+    """Where guesses are too small or too large, and where the arms' sizes decide."""
+    for made, target, sizes in (
+        ({"a": sigmoid(8, 12)}, 0.5, {}),
+        ({"a": sigmoid(40, 2), "b": sigmoid(400, 9)}, 0.9, {"a": 9000}),
+        ({"a": sigmoid(1500, 2), "b": sigmoid(700, 1.5), "c": sigmoid(900, 8)}, 0.95, {}),
+    ):
+        arms, study = ladders(sorted(made), sizes), Fake(made)
+        found, best = search(arms, study, SIZES, target).chosen, exhaustive(arms, study, target)
+        assert (found is None) == (best is None)
+        assert found is None or within_a_step(arms, found, best)
+
+
 TRUE = {"a": sigmoid(60, 2.5), "b": sigmoid(90, 5), "c": sigmoid(150, 2), "d": sigmoid(50, 3), "e": sigmoid(300, 6)}
 """At 90 % a, b, c, d and e need about 145, 140, 450, 104 and 433 of 1 000 tokens."""
 
@@ -115,6 +130,29 @@ def test_with_noise_nearly_all_answers_are_within_a_step(target, alike):
         study = Fake(TRUE, exact=False, seed=seed, alike=alike)
         near += within_a_step(arms, search(arms, study, SIZES, target).chosen, exhaustive(arms, study, target))
     assert near >= 27
+
+
+def test_later_rounds_correct_the_guesses_of_earlier_ones_up_and_down():
+    arms = ladders("abd")
+    for seed in range(3):
+        study = Fake(TRUE, exact=False, seed=seed, alike=0.3)
+        assert within_a_step(arms, search(arms, study, SIZES, 0.8).chosen, exhaustive(arms, study, 0.8))
+
+
+def test_a_folder_that_is_of_no_search_or_of_another_one_is_refused(tmp_path):
+    about = {"case": "later", "seed": 3}
+    records = TuneRecords(tmp_path)
+    assert records.check(about) is about
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    assert records.check({**about, "seed": 4}) == {**about, "seed": 4}  # nothing is measured yet
+    records.add(Arm("h2o"), 64, 0, [[1.0, 2.0]])
+    assert records.safe.startswith("The measurements of 1 documents")
+    assert TuneRecords(tmp_path).check(about) is about
+    with pytest.raises(InputError, match="seed"):
+        TuneRecords(tmp_path).check({**about, "seed": 4})
+    (tmp_path / "run.json").write_text('{"seed": 3}')
+    with pytest.raises(InputError, match="is of no search: it does not name a case"):
+        TuneRecords(tmp_path).check(about)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def _hellaswag(row: Mapping[str, Any]) -> Choice:
     before, after = row["ctx_a"], row["ctx_b"]
     # the words and the capital are lm-eval's
     context = _plain(f"{text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
-    endings = [f" {_plain(ending)}" for ending in row["endings"]]
+    endings = [f" {_plain(ending)}" for ending in _listed(row, "endings")]
     # the label is a number in the authors' file, and a text in the hub's copy
     return Choice(
         (context,) * len(endings), tuple(endings), _among(str(row["label"]), [*map(str, range(len(endings)))])
@@ -209,9 +209,18 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
     Raises:
         ValueError: the field is no list, or an entry is no text.
     """
+    return [text({name: value}, name) for value in _listed(row, name)]
+
+
+def _listed(row: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a field that has to be a list: of a text, each letter would be taken for an entry.
+
+    Raises:
+        ValueError: the field is no list.
+    """
     if not isinstance(row[name], list):
         raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
-    return [text({name: value}, name) for value in row[name]]
+    return list(row[name])
 
 
 def _among(label: object, known: Sequence[object]) -> int:
