@@ -62,7 +62,7 @@ class AnalysisJob:
     seed: int
 
     def manifest(self) -> dict[str, Any]:
-        """The properties that all results in one folder share, as far as they are known without weights."""
+        """Return the properties that all results in one folder share, as far as they are known without weights."""
         return {
             "model": as_text(self.model),
             "text": f"sha256:{self.text.sha256}",
@@ -75,7 +75,7 @@ class AnalysisJob:
 
 
 def find(names: Sequence[str]) -> list[type[Measurement]]:
-    """Measurements by name, in the page's order; without names, all but the slow ones; `ALL` stands for all.
+    """Return measurements by name, in the page's order; without names, all but the slow ones; `ALL` stands for all.
 
     Raises:
         InputError: there is no measurement of that name.
@@ -89,7 +89,7 @@ def find(names: Sequence[str]) -> list[type[Measurement]]:
 
 
 def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -> Text:
-    """The first tokens of a text, with notes about their number.
+    """Return the first tokens of a text, with notes about their number.
 
     Raises:
         InputError: the text is too short, or ``max_tokens`` is below 2, a begin token and one of the text.
@@ -114,12 +114,12 @@ def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -
 
 
 def words(checkpoint: Checkpoint, tokens: Int[Tensor, " n"]) -> tuple[str, ...]:
-    """The piece of text of each token."""
+    """Return the piece of text of each token."""
     return tuple(str(checkpoint.tokenizer.decode([token])) for token in tokens.tolist())
 
 
 def left(job: AnalysisJob, folder: AnalysisFolder) -> list[type[Measurement]]:
-    """The measurements of a job that a folder does not hold.
+    """Return the measurements of a job that a folder does not hold.
 
     Raises:
         InputError: a file in the folder is damaged.

@@ -147,12 +147,12 @@ class Subject:
 
     @property
     def model(self) -> Any:
-        """The model: ``model(input_ids=…, past_key_values=…)``."""
+        """Return the model: ``model(input_ids=…, past_key_values=…)``."""
         return self.writer.model
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.writer.checkpoint.tokenizer
 
 
@@ -200,17 +200,25 @@ class Measurement(abc.ABC):
         raise NotImplementedError(f"{self.name} reads MLP blocks but takes none")
 
     def runs(self, subject: Subject, progress: Progress) -> None:
-        """Run the model: generations, bounded caches, masked passes."""
+        """Run the model: generations, bounded caches, masked passes.
+
+        Raises:
+            Skipped: the measurement is impossible on this model or text.
+        """
         raise NotImplementedError(f"{self.name} reads the model but has no runs")
 
     @abc.abstractmethod
     def result(self) -> Result:
-        """The numbers that were found."""
+        """Return the numbers that were found.
+
+        Raises:
+            Skipped: the measurement is impossible on this model or text.
+        """
 
     @classmethod
     @abc.abstractmethod
     def reading(cls, result: Result) -> Reading:
-        """The interpretation of a result."""
+        """Return the interpretation of a result."""
 
     @classmethod
     @abc.abstractmethod
@@ -219,7 +227,7 @@ class Measurement(abc.ABC):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """Its lines in the table of claims; by default one line, made from the reading."""
+        """Return its lines in the table of claims; by default one line, made from the reading."""
         found = cls.reading(result)
         return (ClaimLine(cls.title, cls.source, found.paper, found.here, found.verdict),)
 

@@ -108,7 +108,10 @@ class _Layer:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
-    """The list of decoder layers: of the lists with the right length, the one with the most parameters."""
+    """Return the list of decoder layers: of the lists with the right length, the one with the most parameters.
+
+    ``None`` if no list has that length.
+    """
     config: Any = model.config
     wanted: int = config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
@@ -116,7 +119,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
 
 
 def find_block(trace: CallTrace, made: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual stream that enters a layer's MLP block, before its norm, and the block's contribution to it.
+    """Return the residual stream that enters a layer's MLP block, before its norm, and the block's contribution to it.
 
     Args:
         trace: the calls inside the layer.
@@ -136,7 +139,7 @@ def find_block(trace: CallTrace, made: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(trace: CallTrace) -> tuple[Tensor, Tensor]:
-    """Input and output of the block itself."""
+    """Return input and output of the block itself."""
     for call in reversed(trace.children):
         if is_activation(call.module):
             return _around(trace, call)
@@ -146,7 +149,7 @@ def _ends(trace: CallTrace) -> tuple[Tensor, Tensor]:
 
 
 def _around(trace: CallTrace, activation: Call) -> tuple[Tensor, Tensor]:
-    """Input and output of a block whose two projections are direct children of the layer."""
+    """Return input and output of a block whose two projections are direct children of the layer."""
     given = [call.given for call in trace.children if call.made is activation.given]
     made = [call.made for call in trace.children if call.given is activation.made]
     if not given or not made:
@@ -159,7 +162,7 @@ def _close(one: Tensor, other: Tensor, scale: Tensor) -> bool:
 
 
 def _units(trace: CallTrace, rows: int) -> Tensor | None:
-    """The activations, if one function saw every token exactly once."""
+    """Return the activations, if one function saw every token exactly once; otherwise ``None``."""
     if len(trace.activations) != 1:
         return None
     made = trace.activations[0].made
@@ -168,13 +171,16 @@ def _units(trace: CallTrace, rows: int) -> Tensor | None:
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether a module is an activation function of torch or transformers, without weights of its own."""
+    """Return whether a module is an activation function of torch or transformers, without weights of its own.
+
+    A softmax does not count.
+    """
     kind = type(module)
     return kind.__module__.startswith(_ACTIVATIONS) and "Softmax" not in kind.__name__ and not list(module.parameters())
 
 
 def _watch(module: nn.Module, layer: _Layer) -> Iterator[Any]:
-    """Hooks on a decoder layer, its children and the activation functions in it."""
+    """Hook a decoder layer, its children and the activation functions in it; yield the handles."""
     for child in module.children():
         yield _on_call(child, lambda call: layer.trace.children.append(call))
     for below in module.modules():

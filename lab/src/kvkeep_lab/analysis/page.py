@@ -36,7 +36,7 @@ EMBEDDED = "embedded"
 
 
 def escape(text: str) -> str:
-    """Text for the page; a number and its per cent sign stay on one line."""
+    """Return text for the page; a number and its per cent sign stay on one line."""
     return re.sub(r"(\d) ?%", "\\1\u00a0%", markup.escape(text))
 
 
@@ -58,7 +58,7 @@ class Section:
 
 
 def section(kind: type[Measurement], record: Mapping[str, Any], *, pictures: bool) -> Section:
-    """The section of a measurement, from its record."""
+    """Return the section of a measurement, from its record."""
     if "skipped" in record:
         return Section(kind, None, record["skipped"], None)
     result = record["result"]
@@ -67,7 +67,7 @@ def section(kind: type[Measurement], record: Mapping[str, Any], *, pictures: boo
 
 
 def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[ClaimLine], advice: Advice) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         run: the content of ``run.json``.
@@ -102,7 +102,7 @@ def _head(title: str, run: Mapping[str, Any]) -> str:
 
 
 def _in_short(advice: Advice, claims: Sequence[ClaimLine]) -> str:
-    """A summary for readers in a hurry."""
+    """Return a summary for readers in a hurry."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in _SIGNS}
     said = escape(advice.short)
     if advice.risks:

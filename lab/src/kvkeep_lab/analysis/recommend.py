@@ -74,7 +74,7 @@ def advise(results: Results, model: str) -> Advice:
 
 
 def _far_past_is_lost(results: Results) -> str | None:
-    """Budgets that cost no perplexity, and the past all the same."""
+    """Return a warning of budgets that cost no perplexity, and the past all the same; ``None`` if there are none."""
     found = results.get("budgets")
     if found is None or found["gain"] < GAIN:
         return None
@@ -172,7 +172,7 @@ def _writing_repeats(results: Results) -> str | None:
 
 
 def _get(results: Results, *path: str) -> Any:
-    """The value at the end of a path; ``None`` if a key on it is missing."""
+    """Return the value at the end of a path; ``None`` if a key on it is missing."""
     place: Any = results
     for key in path:
         place = place.get(key) if isinstance(place, Mapping) else None

@@ -73,7 +73,7 @@ class AnalysisFolder(Results):
 
     @property
     def safe(self) -> str:
-        """A sentence that finished measurements are safe."""
+        """Return a sentence that finished measurements are safe."""
         return "Finished measurements are safe."
 
     def check(self, manifest: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class AnalysisFolder(Results):
         self.write(MANIFEST, {"kind": KIND, **manifest})
 
     def manifest(self) -> dict[str, Any]:
-        """The description of the run.
+        """Return the description of the run.
 
         Raises:
             InputError: there is no run, or the file is damaged.
@@ -115,7 +115,7 @@ class AnalysisFolder(Results):
         return found
 
     def record(self, name: str, version: int) -> dict[str, Any] | None:
-        """A finished measurement; ``None`` if there is none of this version.
+        """Return a finished measurement; ``None`` if there is none of this version.
 
         Raises:
             InputError: its file is damaged.
@@ -201,7 +201,7 @@ class MeasurementFile:
 
 
 def read(folder: AnalysisFolder) -> list[MeasurementFile]:
-    """All finished measurements of a folder, in the page's order.
+    """Return all finished measurements of a folder, in the page's order.
 
     Raises:
         InputError: a file is damaged.
@@ -211,7 +211,7 @@ def read(folder: AnalysisFolder) -> list[MeasurementFile]:
 
 
 def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any]) -> MeasurementFile:
-    """One measurement, with everything that is made of its numbers except the picture."""
+    """Return one measurement, with everything that is made of its numbers except the picture."""
     if "skipped" in record:
         return MeasurementFile(kind, record)
     with _undamaged(folder, kind):
@@ -219,7 +219,10 @@ def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any
 
 
 def interpret(kind: type[Measurement], result: dict[str, Any]) -> tuple[Reading, tuple[ClaimLine, ...]]:
-    """What is said of a measurement's numbers, as its file holds them."""
+    """Return what is said of a measurement's numbers, as its file holds them.
+
+    Numbers that the measurement does not write raise errors of many kinds.
+    """
     advise({kind.name: result}, "")  # the advice of all measurements must not fail
     return kind.reading(result), tuple(kind.claims(result))
 
@@ -284,7 +287,7 @@ def write(
 
 
 def _section(folder: AnalysisFolder, found: MeasurementFile) -> page.Section:
-    """The section of a measurement, with its picture."""
+    """Return the section of a measurement, with its picture if matplotlib is installed."""
     pictures = plots.available()
     with _undamaged(folder, found.kind, drawn=pictures):
         return page.section(found.kind, found.record, pictures=pictures)

@@ -176,7 +176,10 @@ class Pass:
         self._on_stage = on_stage
 
     def about(self) -> dict[str, Any]:
-        """The properties that all results in one folder share, as far as the model decides them; and its versions."""
+        """Return the properties that all results in one folder share, as far as the model decides them.
+
+        With them come the device, the model's shape and the versions of the packages.
+        """
         writer, seen = self._subject.writer, self._anatomy
         shape = {"n_layers": seen.n_layers, "n_heads": seen.n_heads, "n_kv_heads": seen.n_kv_heads}
         made_by = {"weights": fingerprint(writer), "dtype": writer.dtype, "device": writer.device, **versions()}
@@ -206,7 +209,7 @@ class Pass:
                 yield _finished(made)
 
     def _obstacle(self, kind: type[Measurement]) -> str | None:
-        """Why a measurement is impossible here; ``None`` if it is possible."""
+        """Return why a measurement is impossible here; ``None`` if it is possible."""
         n = self._context.n_tokens
         if n < kind.least_tokens:
             return f"The text has {n} tokens; this needs {kind.least_tokens}."
@@ -249,7 +252,7 @@ class Pass:
 
 
 def _finished(made: _Made, drawn: _Made | None = None) -> Record:
-    """The record of a measurement: its result, or the reason why there is none."""
+    """Return the record of a measurement: its result, or the reason why there is none."""
     result: dict[str, Any] = {}
     if made.reason is None:
         with made.working():
@@ -321,11 +324,11 @@ class MeasurementRunner:
         self._pass = Pass(writer, tokens, seed)
 
     def about(self) -> dict[str, Any]:
-        """The model, as the description of a run has it."""
+        """Return the model, as the description of a run has it."""
         return self._pass.about()
 
     def run(self, piece: MeasurementPiece) -> list[Record]:
-        """The records of all measurements of a piece.
+        """Return the records of all measurements of a piece.
 
         Raises:
             KVKeepError: a measurement cannot be made, or this process computes in another dtype.
@@ -339,7 +342,7 @@ class MeasurementRunner:
 
 
 def cut(kinds: Sequence[type[Measurement]], tokens: int, workers: int) -> list[list[type[Measurement]]]:
-    """Measurements in the groups in which workers make them, in the order in which they are begun.
+    """Return measurements in the groups in which workers make them, in the order in which they are begun.
 
     A measurement that does not read the walk is a group of its own. The others read one walk, as in one process: it
     takes as long as what they do with its rows, or longer (9 and 5 s of 4 096 tokens, 66 and 72 s of 16 384, with the

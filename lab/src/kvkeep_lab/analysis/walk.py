@@ -165,7 +165,7 @@ def walk(
 
 
 def walk_bytes(query_heads: int, layer_bytes: int, tokens: int) -> int:
-    """Working memory of a walk, about: eight tensors of rows of attention, and a layer's keys and values in float32.
+    """Estimate a walk's working memory: eight tensors of rows of attention, and a layer's keys and values in float32.
 
     Args:
         query_heads: number of query heads.

@@ -34,7 +34,7 @@ class Fit:
 
 
 def ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Ranks from 1 for the smallest; equal values share the mean of their ranks."""
+    """Return ranks from 1 for the smallest; equal values share the mean of their ranks."""
     _, which, counts = values.double().unique(sorted=True, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     middle: Tensor = last - (counts.double() - 1) / 2
@@ -42,7 +42,7 @@ def ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def pearson(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float | None:
-    """Pearson's correlation; ``None`` for fewer than 3 pairs, or if one side is constant."""
+    """Return Pearson's correlation; ``None`` for fewer than 3 pairs, if one side is constant or if a value is NaN."""
     if len(x) < 3:
         return None
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
@@ -53,12 +53,15 @@ def pearson(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float | None:
 
 
 def spearman(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float | None:
-    """Pearson's correlation of the ranks."""
+    """Return Pearson's correlation of the ranks; ``None`` for fewer than 3 pairs, or if one side is constant."""
     return pearson(ranks(x), ranks(y))
 
 
 def partial(x: Float[Tensor, " n"], y: Float[Tensor, " n"], given: Float[Tensor, "n c"]) -> float | None:
-    """Correlation of the residuals of ``x`` and ``y`` after a linear fit on ``given`` and a constant."""
+    """Return the correlation of the residuals of ``x`` and ``y`` after a linear fit on ``given`` and a constant.
+
+    ``None`` if there are fewer pairs than columns of ``given`` and 3, or if the fit leaves next to nothing of one side.
+    """
     if len(x) < given.shape[1] + 3:
         return None
     controls = torch.cat([torch.ones(len(x), 1, dtype=torch.float64), given.double()], dim=1)
@@ -71,7 +74,10 @@ def partial(x: Float[Tensor, " n"], y: Float[Tensor, " n"], given: Float[Tensor,
 
 
 def interval(correlation: float | None, n: int, controls: int = 0) -> list[float] | None:
-    """The 95 % interval of a correlation over ``n`` pairs by Fisher's transformation; ``None`` for too few pairs."""
+    """Return the 95 % interval of a correlation over ``n`` pairs by Fisher's transformation.
+
+    ``None`` without a correlation, or for too few pairs.
+    """
     free = n - controls - 3
     if correlation is None or free < 1:
         return None
@@ -80,7 +86,7 @@ def interval(correlation: float | None, n: int, controls: int = 0) -> list[float
 
 
 def power_law(values: Float[Tensor, " n"], first: int = 10, last: int = 1000) -> Fit | None:
-    """Least squares of log value over log rank, largest value first; values of 0 are left out.
+    """Fit log value over log rank by least squares, largest value first; values of 0 are left out.
 
     Args:
         values: the values, in any order.
@@ -102,9 +108,12 @@ def power_law(values: Float[Tensor, " n"], first: int = 10, last: int = 1000) ->
 
 
 def hill(values: Float[Tensor, " n"], share: float = 0.1) -> float | None:
-    """Hill's estimate of the tail exponent ``a`` in ``P(value > x) ∝ x^-a``, from the largest ``share`` of the values.
+    """Return Hill's estimate of ``a`` in ``P(value > x) ∝ x^-a``, from the largest ``share`` of the values.
 
     A power law over ranks with slope ``-s`` has ``a = 1 / s``. The threshold is the value just below the tail.
+
+    Values of 0 are left out. ``None`` if the tail has fewer than two values or all of them, or if it is as large as the
+    threshold throughout.
     """
     found = values.double().sort(descending=True).values
     found = found[found > 0]
@@ -116,14 +125,17 @@ def hill(values: Float[Tensor, " n"], share: float = 0.1) -> float | None:
 
 
 def top_share(values: Float[Tensor, "*rows n"], share: float) -> Float[Tensor, "*rows"]:
-    """The part of each row's sum in its largest ``floor(share · n)`` values, at least one."""
+    """Return the part of each row's sum in its largest ``floor(share · n)`` values, at least one.
+
+    It is 0 for a row of zeros.
+    """
     k = max(1, int(share * values.shape[-1] + 1e-9))
     values = values.double()
     return values.topk(k, dim=-1).values.sum(dim=-1) / values.sum(dim=-1).clamp(min=1e-300)
 
 
 def uniform_mass(n: int, windows: Sequence[int | None]) -> Float[Tensor, "L n"]:
-    """Column sums of uniform causal attention, per layer: ``H_n - H_j`` for ``j = 0 … n - 1`` without a window.
+    """Return column sums of uniform causal attention per layer: ``H_n - H_j`` for ``j = 0 … n - 1`` without a window.
 
     They are also the expected column sums under exchangeable logits.
 
@@ -135,7 +147,7 @@ def uniform_mass(n: int, windows: Sequence[int | None]) -> Float[Tensor, "L n"]:
 
 
 def _uniform_mass(n: int, window: int) -> Float[Tensor, " n"]:
-    """The sums for one layer: key ``j`` gets a part of each of the rows ``j … j + window - 1``."""
+    """Return the sums for one layer: key ``j`` gets a part of each of the rows ``j … j + window - 1``."""
     per_row = 1.0 / torch.arange(1, n + 1, dtype=torch.float64).clamp(max=window)
     left = per_row.flip(0).cumsum(0).flip(0)  # of all rows from j on
     left[: n - window] -= left[window:].clone()
@@ -143,33 +155,36 @@ def _uniform_mass(n: int, window: int) -> Float[Tensor, " n"]:
 
 
 def jaccard(one: Tensor, other: Tensor) -> Float[Tensor, "..."]:
-    """Common members over all members of two sets given as masks; 1 for two empty sets."""
+    """Return common members over all members of two sets given as masks; 1 for two empty sets."""
     common, either = (one & other).sum(dim=-1).double(), (one | other).sum(dim=-1).double()
     return torch.where(either > 0, common / either.clamp(min=1), torch.ones_like(common))
 
 
 def chance_jaccard(n: int, k: int) -> float:
-    """The Jaccard index of two random sets of ``k`` out of ``n`` with as many common members as expected."""
+    """Return the Jaccard index of two random sets of ``k`` out of ``n`` with as many common members as expected.
+
+    ``k`` is 1 or more.
+    """
     common = k * k / n
     return common / (2 * k - common)
 
 
 def log_places(n: int, most: int = 60) -> list[int]:
-    """At most ``most`` ranks from 1 to ``n``, evenly spread on a logarithmic axis."""
+    """Return at most ``most`` ranks from 1 to ``n``, evenly spread on a logarithmic axis."""
     steps = torch.linspace(0, math.log(n), most, dtype=torch.float64).exp().round().long()
     places: list[int] = steps.clamp(1, n).unique().tolist()
     return places
 
 
 def histogram(positions: Int[Tensor, " n"], length: int, bins: int) -> list[float]:
-    """Share of positions in each of ``bins`` equal parts of ``0 … length - 1``."""
+    """Return the share of positions in each of ``bins`` equal parts of ``0 … length - 1``; all 0 without positions."""
     counts = torch.bincount(positions.long() * bins // length, minlength=bins).double()
     shares: list[float] = (counts / counts.sum().clamp(min=1)).tolist()
     return shares
 
 
 def rounded(values: Sequence[float] | Tensor, digits: int = 6) -> list[float]:
-    """Numbers for JSON, with ``digits`` significant digits."""
+    """Return numbers for JSON, with ``digits`` significant digits."""
     plain = values.tolist() if isinstance(values, Tensor) else values
     return [float(f"{value:.{digits}g}") for value in plain]
 
@@ -198,7 +213,7 @@ class ColumnSums:
 def by_kind(
     values: Float[Tensor, "*rows T"], tokens: Int[Tensor, " T"]
 ) -> tuple[Float[Tensor, "*rows V"], Int[Tensor, " V"], Int[Tensor, " V"]]:
-    """Sums over the places of each kind of token.
+    """Return sums over the places of each kind of token.
 
     Returns:
         The sums, the kinds as token ids in rising order, and the number of places of each kind.

@@ -16,23 +16,26 @@ from kvkeep_lab.analysis.measure import Axes, Skipped, Subject
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are neither ``None`` nor NaN; ``None`` if there are none."""
+    """Return the mean of the values that are neither ``None`` nor NaN; ``None`` if there are none."""
     defined = [value for value in values if value is not None and not math.isnan(value)]
     return sum(defined) / len(defined) if defined else None
 
 
 def show(value: float | None, digits: int = 2) -> str:
-    """A number as text; ``none`` if there is no number."""
+    """Return a number as text; ``none`` if there is no number."""
     return "none" if value is None else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share as text, in percent."""
+    """Return a share as text, in percent; ``none`` if there is no number."""
     return "none" if value is None else f"{100 * value:.1f} %"
 
 
 def in_bins(values: Float[Tensor, "*m n"], bins: int) -> Float[Tensor, "*m bins"]:
-    """Means over ``bins`` parts of the last axis, whose sizes differ by one place at most."""
+    """Return means over ``bins`` parts of the last axis, whose sizes differ by one place at most.
+
+    With more parts than places, empty ones have NaN.
+    """
     edges = (torch.arange(bins + 1) * values.shape[-1]) // bins
     sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))
     return (sums[..., edges[1:]] - sums[..., edges[:-1]]) / (edges[1:] - edges[:-1])
@@ -42,7 +45,7 @@ def in_bins(values: Float[Tensor, "*m n"], bins: int) -> Float[Tensor, "*m bins"
 
 
 def windows(subject: Subject, *, rows: int, length: int, room: int = 0) -> Int[Tensor, "N T"]:
-    """Windows spread evenly over the text, each after the begin token if the text has one.
+    """Return windows spread evenly over the text, each after the begin token if the text has one.
 
     Args:
         subject: the model and its text.
@@ -72,7 +75,7 @@ def _without_begin(subject: Subject) -> tuple[Int[Tensor, " b"], Int[Tensor, " n
 
 @torch.inference_mode()
 def loss(model: Any, ids: Int[Tensor, "B T"], cache: PhasedCache | None = None) -> float:
-    """Mean loss in nats of every token but the first of each row, in one pass."""
+    """Return the mean loss in nats of every token but the first of each row, in one pass."""
     ids = ids.to(model.device)
     given: dict[str, Any] = {"use_cache": False} if cache is None else {**handed(model, cache), "use_cache": True}
     logits: Tensor = model(input_ids=ids, **given).logits
@@ -80,7 +83,7 @@ def loss(model: Any, ids: Int[Tensor, "B T"], cache: PhasedCache | None = None) 
 
 
 def guesses(model: Any) -> float:
-    """The loss in nats of a uniform guess over the vocabulary."""
+    """Return the loss in nats of a uniform guess over the vocabulary."""
     return math.log(model.config.get_text_config(decoder=True).vocab_size)
 
 

@@ -14,7 +14,7 @@ GAIN = 0.3
 
 
 def reading(result: Result) -> Reading:
-    """Agrees if H2O at a fifth costs less than `TOLERANCE`."""
+    """Return the reading: it agrees if H2O at a fifth costs at most `TOLERANCE`, and cannot tell if that cannot run."""
     cost = _excess(result, "h2o", 0.2)
     names, budget = smallest(result)
     if budget is None:
@@ -37,7 +37,7 @@ def reading(result: Result) -> Reading:
 
 
 def claims(result: Result) -> tuple[ClaimLine, ...]:
-    """One claim of each paper, and one against a window of recent tokens."""
+    """Return one claim of each paper, and one against a window of recent tokens."""
     h2o, local = _excess(result, "h2o", 0.2), _excess(result, "local", 0.2)
     half, aha, four = (_excess(result, *cell) for cell in (("scissorhands", 0.5), ("ahakv", 0.04), ("h2o", 0.04)))
     return (
@@ -73,7 +73,10 @@ def claims(result: Result) -> tuple[ClaimLine, ...]:
 
 
 def smallest(result: Result) -> tuple[str, float | None]:
-    """The smallest budget with a policy whose cost and standard error stay within `TOLERANCE`, and these policies."""
+    """Return the policies at the smallest budget at which any stays within `TOLERANCE`, and that budget.
+
+    A policy's cost and standard error count together. No policy at any budget: an empty text and ``None``.
+    """
     for column, budget in enumerate(result["budgets"]):
         names = [
             name
@@ -109,7 +112,10 @@ def _below(excess: float | None) -> Verdict:
 
 
 def _less(result: Result, one: tuple[str, float], other: tuple[str, float]) -> Verdict:
-    """Agrees if the first costs less than the other by more than two standard errors of both."""
+    """Return agreement if the first costs less than the other by more than two standard errors of both.
+
+    It is "differ" if the first costs more by as much, and "cannot tell" in between or if one of them cannot run.
+    """
     costs = [_excess(result, *cell) for cell in (one, other)]
     errors = [_cell(result, "error", *cell) for cell in (one, other)]
     if costs[0] is None or costs[1] is None:

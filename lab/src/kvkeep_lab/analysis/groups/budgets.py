@@ -74,23 +74,26 @@ class BudgetTexts:
 
     @classmethod
     def of(cls, tokens: Int[Tensor, " n"], room: int) -> BudgetTexts:
-        """As much of a text as ``room`` tokens allow, followed by passages of it."""
+        """Return as much of a text as ``room`` tokens allow, followed by passages of it."""
         n = min(len(tokens), room - PASSAGE * len(DEPTHS))
         starts = tuple(int(depth * n) for depth in DEPTHS)
         again = [tokens[start : start + PASSAGE] for start in starts]
         return cls(torch.cat([tokens[:n], *again]), n, starts)
 
     def first(self, losses: Float[Tensor, " m"]) -> Float[Tensor, "passages k"]:
-        """Losses of the passages' counted tokens in the first reading; ``losses[i]`` is that of token ``i + 1``."""
+        """Return the losses of the passages' counted tokens in the first reading.
+
+        ``losses[i]`` is that of token ``i + 1``.
+        """
         return torch.stack([losses[start + LEAD - 1 : start + PASSAGE - 1] for start in self.starts])
 
     def again(self, losses: Float[Tensor, " m"]) -> Float[Tensor, "passages k"]:
-        """The same in the second reading."""
+        """Return the losses of the same tokens in the second reading."""
         places = [self.n_text + number * PASSAGE for number in range(len(self.starts))]
         return torch.stack([losses[start + LEAD - 1 : start + PASSAGE - 1] for start in places])
 
     def text(self, losses: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
-        """Losses of the text itself."""
+        """Return the losses of the text itself."""
         return losses[: self.n_text - 1]
 
 
@@ -133,22 +136,22 @@ class Budgets(Measurement):
         self._found = {**summary(plan, full), "budgets": list(BUDGETS), "policies": policies}
 
     def result(self) -> Result:
-        """Losses of the full cache, and each policy's additional loss at each budget; ``None`` where it cannot run."""
+        """Return the full cache's losses, and what each policy adds at each budget; ``None`` where it cannot run."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if H2O at a fifth costs next to nothing."""
+        """Return the reading: it agrees if H2O at a fifth costs next to nothing."""
         return budget_claims.reading(result)
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """One for each paper, and one against a window of recent tokens."""
+        """Return one claim of each paper, and one against a window of recent tokens."""
         return budget_claims.claims(result)
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Above, perplexity; below, the advantage of a second reading, with the full cache's."""
+        """Draw perplexity above, and below it the advantage of a second reading, with the full cache's."""
         above, below = axes
         shares = [100 * share for share in result["budgets"]]
         for number, (name, found) in enumerate(result["policies"].items()):
@@ -181,7 +184,10 @@ def _line(axis: Axes, x: Sequence[float], y: Sequence[float | None], style: Mapp
 
 
 def _losses(subject: Subject, name: str, share: float, tokens: Int[Tensor, " n"]) -> Float[Tensor, " m"] | None:
-    """Loss of every token but the first; ``None`` if the policy cannot run on this model or with so small a budget."""
+    """Return the loss of every token but the first.
+
+    ``None`` if the policy cannot run on this model or with so small a budget.
+    """
     try:
         drive = Drive(subject.writer, parse(name), [max(1, round(share * len(tokens)))], first=0)
     except (BudgetError, UnsupportedOperationError, UnsupportedModelError):
@@ -190,7 +196,7 @@ def _losses(subject: Subject, name: str, share: float, tokens: Int[Tensor, " n"]
 
 
 def summary(plan: BudgetTexts, full: Float[Tensor, " m"]) -> Result:
-    """The full cache's losses in nats per token."""
+    """Return the full cache's losses in nats per token, with its perplexity and the advantage of a second reading."""
     text = plan.text(full).double().mean().item()
     first, again = plan.first(full).double().mean().item(), plan.again(full).double().mean().item()
     return {
@@ -205,7 +211,10 @@ def summary(plan: BudgetTexts, full: Float[Tensor, " m"]) -> Result:
 
 
 def compare(plan: BudgetTexts, full: Float[Tensor, " m"], losses: Float[Tensor, " m"] | None) -> dict[str, Any]:
-    """A bounded cache's additional loss, its standard error over tokens, and the kept share of the advantage."""
+    """Return a bounded cache's additional loss, its standard error over tokens, and the kept share of the advantage.
+
+    All are ``None`` without losses. The share is NaN or infinite if the full cache has no advantage.
+    """
     if losses is None:
         return {"excess": None, "error": None, "kept": None, "kept_by_depth": None}
     more = (plan.text(losses) - plan.text(full)).double()

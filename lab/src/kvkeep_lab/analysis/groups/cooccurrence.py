@@ -52,7 +52,7 @@ class Cooccurrence(Measurement):
         self._mass[rows.layer, : len(part)] += part
 
     def result(self) -> Result:
-        """Correlations over the kinds of tokens with enough occurrences, for all layers together and for each."""
+        """Return correlations over the kinds of tokens with enough occurrences, for all layers and for each."""
         tokens = self.context.tokens
         mass, _, counts = by_kind(self._mass, tokens)
         level, _, _ = by_kind(stats.uniform_mass(len(tokens), self.context.windows).sum(dim=0), tokens)
@@ -73,7 +73,7 @@ class Cooccurrence(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the correlation is strong and part of it remains beyond count and position."""
+        """Return the reading: it agrees if the correlation is strong and remains beyond count and position."""
         raw, left = result["spearman"], result["given_count_and_place"]
         span = result["interval"]
         rest = "that has no value here" if left is None else f"it is {left:+.2f}"
@@ -90,7 +90,7 @@ class Cooccurrence(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Attention over co-occurrence, both per occurrence so that frequency is divided out."""
+        """Draw attention over co-occurrence, both per occurrence so that frequency is divided out."""
         points = result["points"]
         axes.plot(points["others"], points["mass"], marker="o", markersize=4, linestyle="none", color="black")
         axes.set_yscale("log")
@@ -99,7 +99,7 @@ class Cooccurrence(Measurement):
 
 
 def cooccurrences(tokens: Int[Tensor, " T"], window: int) -> Float[Tensor, " V"]:
-    """``C(v)`` of every kind of token, in rising order of token ids."""
+    """Return ``C(v)`` of every kind of token, in rising order of token ids."""
     kinds, which = tokens.unique(sorted=True, return_inverse=True)
     found = torch.zeros(len(kinds), dtype=torch.float64)
     for part in which.split(window):
@@ -111,7 +111,7 @@ def cooccurrences(tokens: Int[Tensor, " T"], window: int) -> Float[Tensor, " V"]
 def _correlations(
     mass: Float[Tensor, " V"], others: Float[Tensor, " V"], counts: Float[Tensor, " V"], level: Float[Tensor, " V"]
 ) -> dict[str, Any]:
-    """The plain correlation, per occurrence, beyond the count, and beyond count and position."""
+    """Return the plain correlation, per occurrence, beyond the count, and beyond count and position."""
     x, y, n, place = (values.clamp(min=1e-12).log() for values in (mass, others, counts, level))
     left = stats.partial(x, y, torch.stack([n, place], dim=1))
     return {
@@ -126,7 +126,7 @@ def _correlations(
 
 
 def _verdict(result: Result) -> Verdict:
-    """A strong correlation with nothing beyond frequency is neither support nor counter-evidence."""
+    """Return the verdict: a strong correlation with nothing beyond frequency cannot tell."""
     raw, span = result["spearman"], result["interval"]
     if result["n_kinds"] < FEWEST_KINDS or raw is None:
         return "cannot tell"

@@ -75,12 +75,12 @@ class WrittenDiversity(Measurement):
         self._found: Result = {**facts, "temperature": TEMPERATURE, "policies": found}
 
     def result(self) -> Result:
-        """Numbers per policy, and its first text."""
+        """Return the numbers of each policy, and its first text."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if H2O repeats no more across texts than the full cache, and local clearly does."""
+        """Return the reading: it agrees if H2O repeats no more across texts than the full cache, and local does."""
         found = {name: one["self_bleu_smooth"][str(MAIN)] for name, one in result["policies"].items()}
         inside = {name: one["repeated"]["3"] for name, one in result["policies"].items()}
         verdict = _verdict(result)
@@ -98,7 +98,7 @@ class WrittenDiversity(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Self-BLEU and repetition as two marks per policy."""
+        """Draw Self-BLEU and repetition as two marks per policy."""
         found = result["policies"]
         places = range(len(found))
         bleus = [measured["self_bleu_smooth"][str(MAIN)] for measured in found.values()]
@@ -137,7 +137,7 @@ def continuations(
 
 
 def described(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The numbers of one policy."""
+    """Return the numbers of one policy, which has written two texts or more."""
     smooth = {str(n): self_bleu(texts, n, smooth=True) for n in ORDERS}
     return {
         "self_bleu": {str(n): _mean(self_bleu(texts, n, smooth=False)) for n in ORDERS},
@@ -149,7 +149,7 @@ def described(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Mean difference over the same prompts, and its standard error."""
+    """Return the mean difference over the same prompts, and its standard error, which is infinite for one prompt."""
     pairs = [a - b for a, b in zip(one, other, strict=True)]
     mean = _mean(pairs)
     if len(pairs) < 2:
@@ -180,12 +180,12 @@ EPSILON = 0.1
 
 
 def ngrams(text: Text, n: int) -> Counts:
-    """The count of each run of ``n`` tokens."""
+    """Return the count of each run of ``n`` tokens."""
     return Counter(tuple(text[start : start + n]) for start in range(len(text) - n + 1))
 
 
 def bleu(text: Text, references: Sequence[Text], order: int, *, smooth: bool) -> float:
-    """BLEU of a text against references, in [0, 1].
+    """Return the BLEU of a text against one reference or more, in [0, 1]; 0 for a text of fewer tokens than ``order``.
 
     Args:
         text: the text to judge.
@@ -207,20 +207,24 @@ def bleu(text: Text, references: Sequence[Text], order: int, *, smooth: bool) ->
 
 
 def _brevity(length: int, others: Sequence[int]) -> float:
-    """The brevity penalty: 1 for a text as long as the reference of the closest length (of two, the shorter) or
-    longer.
+    """Return the brevity penalty: 1 for a text of at least the length of the reference that is closest in length.
+
+    Of two references that are equally close, the shorter counts.
     """
     closest = min(others, key=lambda other: (abs(other - length), other))
     return 1.0 if length >= closest else math.exp(1 - closest / length)
 
 
 def self_bleu(texts: Sequence[Text], order: int, *, smooth: bool) -> list[float]:
-    """BLEU of each text against all others. Their mean is Self-BLEU, which is low for diverse texts."""
+    """Return the BLEU of each of two or more texts against all others.
+
+    Their mean is Self-BLEU, which is low for diverse texts.
+    """
     return [bleu(text, [*texts[:i], *texts[i + 1 :]], order, smooth=smooth) for i, text in enumerate(texts)]
 
 
 def distinct(texts: Sequence[Text], n: int) -> float:
-    """Different n-grams per n-gram, over all texts together; 1 if no n-gram occurs twice."""
+    """Return different n-grams per n-gram, over all texts together: 1 if none occurs twice, 0 if there is none."""
     total: Counts = Counter()
     for text in texts:
         total += ngrams(text, n)
@@ -228,6 +232,6 @@ def distinct(texts: Sequence[Text], n: int) -> float:
 
 
 def repeated(text: Text, n: int) -> float:
-    """Share of a text's n-grams that occurred earlier in it."""
+    """Return the share of a text's n-grams that occurred earlier in it; 0 if there is none."""
     counts = ngrams(text, n)
     return 1 - len(counts) / sum(counts.values()) if counts else 0.0

@@ -39,12 +39,12 @@ NEAR = 0.5
 
 
 def gains(rows: Float[Tensor, " m"], k: int) -> Float[Tensor, " m"]:
-    """AhaKV's gain on the scaled logits, for rows with ``rows`` keys: √(2 ln(i/k)), at least 1."""
+    """Return AhaKV's gain on the scaled logits, for rows with ``rows`` keys: √(2 ln(i/k)), at least 1."""
     return (2.0 * (rows / k).clamp(min=1.0).log()).sqrt().clamp(min=1.0)
 
 
 def variance(logits: Float[Tensor, "heads m S"]) -> Float[Tensor, "heads m"]:
-    """The variance of each row's visible logits."""
+    """Return the variance of each row's visible logits."""
     seen = logits > -torch.inf
     n = seen.sum(dim=-1)
     visible = logits.masked_fill(~seen, 0.0).double()
@@ -53,13 +53,13 @@ def variance(logits: Float[Tensor, "heads m S"]) -> Float[Tensor, "heads m"]:
 
 
 def entropies(weights: Float[Tensor, "heads m S"]) -> Float[Tensor, "heads m"]:
-    """Entropy of each row in nats."""
+    """Return the entropy of each row in nats."""
     entropy: Tensor = torch.special.entr(weights.double()).sum(dim=-1)
     return entropy
 
 
 def slope(x: Float[Tensor, " m"], y: Float[Tensor, " m"]) -> float:
-    """The slope of the least-squares line."""
+    """Return the slope of the least-squares line; NaN if all ``x`` are equal."""
     centred = x - x.mean()
     return ((centred * (y - y.mean())).sum() / centred.square().sum()).item()
 
@@ -107,7 +107,7 @@ class Entropy(Measurement):
         return (self._rows >= rows.first) & (self._rows < rows.first + rows.weights.shape[1])
 
     def result(self) -> Result:
-        """Curves over ln i, slopes, and the errors of formula and target in the second half of the text."""
+        """Return curves over ln i, slopes, and the errors of formula and target in the second half of the text."""
         i = self._rows.double() + 1
         entropy, formula, gained, gained_formula, variances = self._found.unbind(dim=-1)
         late = i > i[-1] / 2
@@ -127,7 +127,7 @@ class Entropy(Measurement):
         }
 
     def _curves(self, i: Float[Tensor, " m"], calmest: int) -> dict[str, list[float]]:
-        """Means over rows of similar ln i: over all layers, and of the layer with the smallest σ²."""
+        """Return means over rows of similar ln i: over all layers, and of the layer with the smallest σ²."""
         place = (i / i[0]).log() / (i[-1] / i[0]).log() * POINTS
         near = place.long().clamp(max=POINTS - 1) == torch.arange(POINTS)[:, None]
         near = near[near.any(dim=1)].double()
@@ -144,7 +144,7 @@ class Entropy(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """The slope decides whether attention flattens as the paper derives."""
+        """Return the reading: the slope decides whether attention flattens as the paper derives."""
         return Reading(
             paper="A row's expected entropy grows with ln i, so attention flattens as the text grows (Equation 8).",
             here=f"Entropy grows by {show(result['slope'])} nats per unit of ln i, to that of "
@@ -155,7 +155,7 @@ class Entropy(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """Growth of the entropy, the formula for it, and the effect of the gain."""
+        """Return claims about the growth of the entropy, the formula for it, and the effect of the gain."""
         found = cls.reading(result)
         near = sum(abs(off) <= NEAR for off in result["off_by_layer"])
         layers, missed = len(result["off_by_layer"]), result["gained_minus_target"]
@@ -183,7 +183,7 @@ class Entropy(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Entropy with and without gain, ln i and ln k, and the formula for the layer that it fits best."""
+        """Draw entropy with and without gain, ln i and ln k, and the formula for the layer with the smallest σ²."""
         curves, i = result["curves"], result["curves"]["i"]
         layer = f"layer {result['calmest_layer']}"
         series = {

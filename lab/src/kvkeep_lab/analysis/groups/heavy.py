@@ -51,8 +51,9 @@ class MassByRank(Measurement):
         self._columns.add(rows)
 
     def result(self) -> Result:
-        """Shares of the heaviest tokens per layer, and the law over kinds of tokens, with and without the first
-        token.
+        """Return the shares of the heaviest tokens per layer, and the law over kinds of tokens.
+
+        Both are there with and without the first token.
         """
         tokens, sums = self.context.tokens, self._columns.sums
         kinds, _, counts = by_kind(sums.sum(dim=1), tokens)
@@ -79,7 +80,7 @@ class MassByRank(Measurement):
         }
 
     def _named(self, mass: Float[Tensor, " V"]) -> list[dict[str, Any]]:
-        """The heaviest kinds of tokens, in words."""
+        """Return the heaviest kinds of tokens, in words."""
         _, where = self.context.tokens.unique(sorted=True, return_inverse=True)
         found = []
         for index in mass.argsort(descending=True)[:_NAMED].tolist():
@@ -90,7 +91,10 @@ class MassByRank(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the line is straight and the heaviest fifth holds clearly more than under uniform attention."""
+        """Return the reading: it agrees if the line is straight and the heaviest fifth clearly stands out.
+
+        It does if in most layers it holds clearly more than under uniform attention.
+        """
         law, held, even = result["kinds"], result["tokens"]["20%"], result["uniform"]["20%"]
         mean, level, need = sum(held) / len(held), sum(even) / len(even), result["tokens"]["for"]["90%"]
         slope = (
@@ -112,7 +116,7 @@ class MassByRank(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Mass and counts by rank on logarithmic axes."""
+        """Draw mass and counts by rank on logarithmic axes."""
         curve = result["curve"]
         for key, mark, label in (("mass", "o", "attention received"), ("count", "x", "occurrences")):
             axes.plot(curve["rank"], curve[key], mark, markersize=4, color="black", label=label)
@@ -132,7 +136,7 @@ def _verdict(result: Result) -> Verdict:
 
 
 def _shares(sums: Float[Tensor, "L Hq T"]) -> dict[str, Any]:
-    """Per layer, averaged over heads: the heaviest tokens' mass, and the share of tokens that holds a given part."""
+    """Return the heaviest tokens' mass, and the share of tokens that holds a part of it: means over heads per layer."""
     found: dict[str, Any] = {name: stats.top_share(sums, share).mean(dim=-1).tolist() for name, share in SHARES.items()}
     part = sums.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     part = part / part[..., -1:].clamp(min=1e-300)
@@ -144,7 +148,7 @@ def _shares(sums: Float[Tensor, "L Hq T"]) -> dict[str, Any]:
 
 
 def _law(values: Float[Tensor, " V"]) -> dict[str, Any]:
-    """The power law over ranks, and the mass of the heaviest kinds."""
+    """Return the power law over ranks, ``None`` where it has no fit, and the mass of the heaviest kinds."""
     fit = stats.power_law(values)
     return {
         "fit": None if fit is None else asdict(fit),
@@ -154,6 +158,6 @@ def _law(values: Float[Tensor, " V"]) -> dict[str, Any]:
 
 
 def _at(values: Float[Tensor, " V"], places: list[int]) -> list[float]:
-    """Shares of the total at some ranks."""
+    """Return shares of the total at some ranks."""
     ordered = values.sort(descending=True).values / values.sum()
     return stats.rounded(ordered[torch.tensor(places) - 1])

@@ -91,12 +91,12 @@ class LocalGlobal(Measurement):
         self._found: Result = {**facts, **judged(losses), **compared(kept, budget, looks)}
 
     def result(self) -> Result:
-        """Overlap with the global set beyond the recent window, held attention, and loss."""
+        """Return the overlap with the global set beyond the recent window, held attention, and loss."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the past closes three quarters of the gap in loss between the newest tokens and global sums."""
+        """Return the reading: it agrees if the past closes three quarters of the gap to global sums in loss."""
         loss, held = result["loss"], {name: _mean(layers) for name, layers in result["held_by_layer"].items()}
         shared = _mean(result["jaccard_by_layer"]["past"])
         perplexity = {name: math.exp(min(value, 50.0)) for name, value in loss.items()}
@@ -114,7 +114,7 @@ class LocalGlobal(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Held attention per layer."""
+        """Draw held attention per layer."""
         names = {"past": "sums over the past", "global": "sums over all rows", "newest": "newest tokens"}
         held = {names[name]: [100 * share for share in layers] for name, layers in result["held_by_layer"].items()}
         by_layer(axes, held, y="attention held, %")
@@ -142,7 +142,7 @@ class Kept:
 
 
 def rows_of_looks(budget: int, length: int) -> list[int]:
-    """Rows before which the kept sets are compared; something was evicted before the first."""
+    """Return the rows before which the kept sets are compared; something was evicted before the first."""
     return list(range(min(budget + EVERY, length - 1), length, EVERY))
 
 
@@ -171,13 +171,13 @@ def replay(layer: Layer, tape: LayerTape, full: Float[Tensor, "N Hk T T"], budge
 def overlap(
     one: Bool[Tensor, "N Hk K T"], other: Bool[Tensor, "N Hk K T"], looks: Sequence[int], *, recent: int
 ) -> float:
-    """Mean Jaccard index of two policies' tokens beyond the ``recent`` newest, which both hold."""
+    """Return the mean Jaccard index of two policies' tokens beyond the ``recent`` newest, which both hold."""
     older = torch.arange(one.shape[-1]) < torch.tensor(looks)[:, None] - recent
     return float(stats.jaccard(one & older, other & older).mean())
 
 
 def compared(kept: Mapping[str, Sequence[Kept]], budget: int, looks: Sequence[int]) -> Result:
-    """The attention that the policies hold, and their overlap with the global sums, per layer."""
+    """Return the attention that the policies hold, and their overlap with the global sums, per layer."""
     shared = {
         name: [
             overlap(one.sets, other.sets, looks, recent=budget // 2)
@@ -191,7 +191,7 @@ def compared(kept: Mapping[str, Sequence[Kept]], budget: int, looks: Sequence[in
 
 
 def chance(budget: int, looks: Sequence[int]) -> float:
-    """The expected overlap of random choices beyond the recent window."""
+    """Return the expected overlap of random choices beyond the recent window."""
     recent = budget // 2
     return sum(stats.chance_jaccard(row - recent, budget - recent) for row in looks) / len(looks)
 
@@ -206,7 +206,7 @@ def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N
 
 
 def judged(losses: Mapping[str, Float[Tensor, " n"]]) -> Result:
-    """Mean losses, the gap between newest tokens and global sums, and the past's part of it beyond `NEAR`."""
+    """Return mean losses, the gap between newest tokens and global sums, and the past's part of it beyond `NEAR`."""
     gap = losses["newest"] - losses["global"]
     left = losses["past"] - losses["global"] - NEAR * gap
     means = {name: float(values.mean()) for name, values in losses.items()}

@@ -82,22 +82,36 @@ class Frequencies:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether more than 1 % of the activations are exactly 0, as with ReLU."""
+        """Return whether more than 1 % of the activations are exactly 0, as with ReLU."""
         self._finish()
         return self._zeros > 0.01 * self._seen
 
     def positive(self) -> list[Float[Tensor, " u"]]:
-        """Per layer and unit: the share of tokens with an activation above 0."""
+        """Return, per layer and unit, the share of tokens with an activation above 0.
+
+        Raises:
+            Skipped: a layer was never shown.
+        """
         self._finish()
         return [counts.sum(dim=0) / n.sum() for counts, n in zip(_all(self._positive), self._tokens, strict=True)]
 
     def large(self) -> list[Float[Tensor, " u"]]:
-        """Per layer and unit: the share of tokens with a size above 1 % of the layer's largest in the first tokens."""
+        """Return, per layer and unit, the share of tokens whose size is above 1 % of the layer's largest.
+
+        The largest one is that of the first tokens.
+
+        Raises:
+            Skipped: a layer was never shown.
+        """
         self._finish()
         return [counts.sum(dim=0) / n.sum() for counts, n in zip(_all(self._large), self._tokens, strict=True)]
 
     def halves(self) -> tuple[list[Float[Tensor, " u"]], list[Float[Tensor, " u"]]]:
-        """As `positive`, for each half of the text alone."""
+        """Return the same as `positive`, for each half of the text alone; 0 for a half that has no token.
+
+        Raises:
+            Skipped: a layer was never shown.
+        """
         self._finish()
         pairs = [counts / n.clamp(min=1)[:, None] for counts, n in zip(_all(self._positive), self._tokens, strict=True)]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -173,7 +187,7 @@ def _silencer(silent: Bool[Tensor, " u"]) -> Any:
 
 
 def _all(counts: list[Tensor | None]) -> list[Tensor]:
-    """The counts of every layer.
+    """Return the counts of every layer.
 
     Raises:
         Skipped: a layer was never shown.
@@ -224,7 +238,11 @@ class MlpUnits(Measurement):
         self._units.mlp(mlp)
 
     def runs(self, subject: Subject, progress: Progress) -> None:
-        """Losses with units silenced, and frequencies on the package's own sentences."""
+        """Measure losses with units silenced, and frequencies on the package's own sentences.
+
+        Raises:
+            Skipped: the units cannot be silenced, a layer was never shown, or the model has too few positions.
+        """
         frequency = self._units.positive()
         ids, model = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.model
         self._losses = {"full": _shared.loss(model, ids)}
@@ -242,7 +260,7 @@ class MlpUnits(Measurement):
         self._guessing = _shared.guesses(model)
 
     def result(self) -> Result:
-        """Frequencies per layer, losses, and the overlap of two halves and of two texts."""
+        """Return frequencies per layer, losses, and the overlap of two halves and of two texts."""
         frequency = self._units.positive()
         places = stats.log_places(len(frequency[0]), most=40)
         return {
@@ -268,7 +286,7 @@ class MlpUnits(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if all three claims do."""
+        """Return the reading: it agrees if all three claims do, and differs if one of them does."""
         found = cls.claims(result)
         verdicts = {claim.verdict for claim in found}
         return Reading(
@@ -282,12 +300,12 @@ class MlpUnits(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """Distribution, pruning, overlap."""
+        """Return claims about distribution, pruning and overlap."""
         return _distribution(result), _pruning(result), _same_units(result)
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Sorted frequencies of the first, a middle and the last layer, with the paper's limit."""
+        """Draw sorted frequencies of the first, a middle and the last layer, with the paper's limit."""
         layers, ranks = result["curve"]["by_layer"], [float(rank) for rank in result["curve"]["rank"]]
         shown = sorted({0, len(layers) // 2, len(layers) - 1})
         drawn: dict[str, Line] = {f"layer {number}": (ranks, layers[number]) for number in shown}
@@ -298,7 +316,7 @@ class MlpUnits(Measurement):
 
 
 def chosen(frequency: list[Float[Tensor, " u"]], share: float, seed: int) -> dict[str, list[Bool[Tensor, " u"]]]:
-    """Equal numbers of frequent, random and rare units of each layer."""
+    """Return masks of equally many frequent, random and rare units of each layer, at least one each."""
     draw = torch.Generator().manual_seed(seed)
     order = {
         "frequent": [layer.argsort(descending=True, stable=True) for layer in frequency],
@@ -315,7 +333,7 @@ def _first(order: Tensor, share: float) -> Bool[Tensor, " u"]:
 
 
 def overlap(one: list[Float[Tensor, " u"]], other: list[Float[Tensor, " u"]]) -> dict[str, Any]:
-    """Per layer: rank correlation of frequencies, and the Jaccard index of the most frequent tenths."""
+    """Return, per layer, the rank correlation of frequencies and the Jaccard index of the most frequent tenths."""
     tops = ([_first(layer.argsort(descending=True, stable=True), PART) for layer in side] for side in (one, other))
     k = max(1, int(PART * len(one[0])))
     return {
@@ -335,7 +353,7 @@ def _mean(values: list[float | None]) -> float:
 
 
 def _distribution(result: Result) -> ClaimLine:
-    """Agrees if most layers have units that are always active while the median unit rarely is."""
+    """Return a claim that agrees if most layers have units that are always active while the median unit rarely is."""
     rows = list(zip(result["always_by_layer"], result["median_by_layer"], strict=True))
     skewed = sum(always > 0 and median < OFTEN for always, median in rows)
     smooth = "" if result["has_zeros"] else " (its activation is smooth; active means above 0)"

@@ -40,7 +40,10 @@ BEYOND_CHANCE = 0.1
 
 
 def prefixes(n_tokens: int) -> list[int]:
-    """The text, its first half, the first half of that and so on; their second halves do not overlap."""
+    """Return the lengths of the text, of its first half, of the first half of that and so on, the shortest first.
+
+    The second halves of these prefixes do not overlap.
+    """
     lengths = [n_tokens]
     while lengths[-1] // 2 >= SHORTEST:
         lengths.append(lengths[-1] // 2)
@@ -48,7 +51,7 @@ def prefixes(n_tokens: int) -> list[int]:
 
 
 def pivotal(weights: Float[Tensor, "heads R S"], first: int) -> Bool[Tensor, "heads R S"]:
-    """The keys that each row gives more than the average.
+    """Return which keys each row gives more than the average.
 
     Args:
         weights: rows of attention.
@@ -121,7 +124,10 @@ class Sets:
 
 
 def _compare(early: Bool[Tensor, "heads n"], late: Bool[Tensor, "heads n"]) -> tuple[float | None, float]:
-    """Persistence ratio and size of the early set; a head without late pivotal tokens has no ratio."""
+    """Return the persistence ratio and the size of the early set.
+
+    A head without late pivotal tokens has no ratio; if no head has one, it is ``None``.
+    """
     ratios = (early & late).sum(dim=1).double() / late.sum(dim=1)
     return mean(ratios.tolist()), early.double().mean().item()
 
@@ -146,7 +152,7 @@ class Persistence(Measurement):
         self._layers[rows.layer].add(rows.weights, rows.first)
 
     def result(self) -> Result:
-        """Ratio and size by prefix and layer, with and without a token's attention to itself."""
+        """Return ratio and size by prefix and layer, with and without a token's attention to itself."""
         by_prefix = {
             str(length): {
                 field.name: [getattr(layer.found[length], field.name) for layer in self._layers]
@@ -165,7 +171,7 @@ class Persistence(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compares the ratio with the paper's and with chance, at the longest prefix that fits the paper's models."""
+        """Compare the ratio with the paper's and with chance, at the longest prefix that fits the paper's models."""
         found = result["by_prefix"][str(result["read"])]
         ratio, size = result["ratio"], result["size"]
         high = sum(value is not None and value > HIGH for value in found["ratio"])
@@ -180,7 +186,7 @@ class Persistence(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """Persistence, and a small pivotal set."""
+        """Return claims about persistence, and about a small pivotal set."""
         found, size = cls.reading(result), result["size"]
         return (
             ClaimLine("What will matter mattered before", cls.source, found.paper, found.here, found.verdict),
@@ -195,7 +201,7 @@ class Persistence(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Ratio and size of each layer at the prefix of the reading."""
+        """Draw ratio and size of each layer at the prefix of the reading."""
         found = result["by_prefix"][str(result["read"])]
         series = {
             "persistence ratio": found["ratio"],

@@ -84,12 +84,12 @@ class PositionBias(Measurement):
         }
 
     def result(self) -> Result:
-        """Shares of kept positions, of mass, and losses."""
+        """Return shares of kept positions, of mass, and losses."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if sums keep clearly more of the first half, and averaging costs quality."""
+        """Return the reading: it agrees if sums keep clearly more of the first half, and averaging costs quality."""
         half = {name: one["first_half"] for name, one in result["kept"].items()}
         tenth = {name: one["first_tenth"] for name, one in result["kept"].items()}
         loss = {name: math.exp(min(value, 50.0)) for name, value in result["loss"].items()}
@@ -106,7 +106,7 @@ class PositionBias(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Kept share by position in the prompt."""
+        """Draw the kept share by position in the prompt."""
         middles = [100 * (place + 0.5) / BINS for place in range(BINS)]
         names = {"h2o": "sums (h2o)", "h2o_avg": "averages (h2o_avg)", "random": "random"}
         drawn = {
@@ -116,7 +116,7 @@ class PositionBias(Measurement):
 
 
 def kept_positions(writer: Writer, name: str, ids: Int[Tensor, "N T"], seed: int) -> list[Int[Tensor, "N Hk S"]]:
-    """The positions in each layer's slots after the whole prompt, with no recent window."""
+    """Return the positions in each layer's slots after the whole prompt, with no recent window; -1 in an empty slot."""
     budget = max(1, int(BUDGET * ids.shape[1]))
     drive = Drive(writer, parse(_spec(name, 0, seed)), [budget] * len(ids))
     drive.feed(ids, last_only=True)
@@ -124,7 +124,7 @@ def kept_positions(writer: Writer, name: str, ids: Int[Tensor, "N T"], seed: int
 
 
 def described(layers: list[Int[Tensor, "N Hk S"]], length: int) -> Result:
-    """Positions of kept tokens over all layers, and the share of the first half per layer."""
+    """Return the positions of kept tokens over all layers, and the share of the first half per layer."""
     kept = [positions[positions >= 0] for positions in layers]
     every = torch.cat(kept)
     shares = stats.histogram(every, length, BINS)
@@ -139,7 +139,7 @@ def described(layers: list[Int[Tensor, "N Hk S"]], length: int) -> Result:
 
 
 def mass_by_place(mass: Mapping[int, Float[Tensor, "N Hk T"]], bins: int) -> list[float]:
-    """Share of the accumulated attention by position in the prompt, over all layers and heads."""
+    """Return the share of the accumulated attention by position in the prompt, over all layers and heads."""
     return _in_bins(torch.stack([layer.double().mean(dim=(0, 1)).cpu() for layer in mass.values()]).mean(dim=0), bins)
 
 

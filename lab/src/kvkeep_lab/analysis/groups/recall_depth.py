@@ -67,7 +67,10 @@ class Reply:
 
 
 def named_depth(question: Question, reply: str) -> float | None:
-    """The depth of the fact whose value is the reply; of several such facts, that of the asked one."""
+    """Return the depth of the fact whose value is the reply; of several such facts, that of the asked one.
+
+    ``None`` if the reply is the value of no fact of the asked kind in the text.
+    """
     said = reply.strip().rstrip(".").lower()
     asked = question.facts[-1]
     if said == asked.value.lower():
@@ -80,7 +83,10 @@ def named_depth(question: Question, reply: str) -> float | None:
 
 
 def shift(replies: Sequence[Reply]) -> tuple[float | None, float | None]:
-    """The excess of replies that point to the second half over questions that do, and its standard error."""
+    """Return the excess of replies that point to the second half over questions that do, and its standard error.
+
+    Replies that name no fact do not count; both are ``None`` if fewer than two do.
+    """
     moves = torch.tensor(
         [float(reply.named >= 0.5) - float(reply.asked >= 0.5) for reply in replies if reply.named is not None]
     )
@@ -90,7 +96,7 @@ def shift(replies: Sequence[Reply]) -> tuple[float | None, float | None]:
 
 
 def summary(replies: Sequence[Reply]) -> Result:
-    """Accuracy by fifth of the text, and the depths of replies and of the questions' facts."""
+    """Return accuracy by fifth of the text, and the depths of replies and of the questions' facts."""
     fifths = [[reply.right for reply in replies if _fifth(reply.asked) == number] for number in range(FIFTHS)]
     asked = _histogram([reply.asked for reply in replies])
     named = _histogram([reply.named for reply in replies if reply.named is not None])
@@ -158,12 +164,15 @@ class RecallDepth(Measurement):
             progress((number + 1) / len(POLICIES))
 
     def result(self) -> Result:
-        """Per policy: accuracy by fifth of the text, and the depths of named facts."""
+        """Return, per policy, accuracy by fifth of the text and the depths of named facts."""
         return {"questions": QUESTIONS, "context": CONTEXT, "keep_ratio": KEEP_RATIO, "policies": self._found}
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if H2O's replies point to the first half more often than the questions do, and AhaKV's less so."""
+        """Return the reading: it agrees if H2O's replies point to the first half, and AhaKV's less so.
+
+        H2O's do if they point there more often than the questions.
+        """
         full, h2o, ahakv = (result["policies"][name] for name in POLICIES)
         return Reading(
             paper="Asked for one of 30 paragraphs, LLaMA-3-8B under H2O names mostly those of the first half; under "
@@ -179,7 +188,7 @@ class RecallDepth(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Accuracy by fifth of the text under each policy."""
+        """Draw accuracy by fifth of the text under each policy."""
         middles = [(number + 0.5) / FIFTHS for number in range(FIFTHS)]
         series = {name: (middles, result["policies"][name]["by_fifth"]) for name in POLICIES}
         lines(axes, series, x="depth of the asked fact", y="share of right answers")
@@ -222,7 +231,7 @@ def _verdict(h2o: Result, ahakv: Result) -> Verdict:
 
 
 def _difference(one: str, other: str) -> tuple[float, float]:
-    """The mean difference of right answers to the same questions, and its standard error."""
+    """Return the mean difference of right answers to the same questions, and its standard error."""
     gaps = torch.tensor([float(a) - float(b) for a, b in zip(one, other, strict=True)])
     return gaps.mean().item(), (gaps.std() / len(gaps) ** 0.5).item()
 

@@ -47,7 +47,11 @@ class Removal(Measurement):
     slow: ClassVar[bool] = True
 
     def runs(self, subject: Subject, progress: Progress) -> None:
-        """One pass for the sums, then one for each set of keys."""
+        """Run each text for its loss, for its sums, and once for each set of hidden keys.
+
+        Raises:
+            Skipped: a loss is no number, or the model has too few positions.
+        """
         ids, model = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.model
         steps = len(ids) * (1 + len(SHARES) * len(NAMES))
         losses: dict[str, list[float]] = {name: [0.0] * len(SHARES) for name in NAMES}
@@ -76,12 +80,12 @@ class Removal(Measurement):
         }
 
     def result(self) -> Result:
-        """Losses in nats: of the full cache, and per hidden share."""
+        """Return losses in nats: of the full cache, and per hidden share."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if hiding the heaviest fifth does clear harm, and far more than hiding random keys."""
+        """Return the reading: it agrees if hiding the heaviest fifth harms, far more than hiding random keys."""
         harm = {name: result[name][-1] - result["full"] for name in NAMES}
         times = {name: f"{math.exp(min(value, 50.0)):.3g}×" for name, value in harm.items()}
         return Reading(
@@ -95,7 +99,7 @@ class Removal(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Perplexity over the hidden share."""
+        """Draw perplexity over the hidden share."""
         places = [100 * share for share in result["shares"]]
         times = {name: [math.exp(min(x - result["full"], 50.0)) for x in result[name]] for name in NAMES}
         lines(
@@ -118,7 +122,7 @@ NAMES = {
 
 
 def chosen(totals: Totals, share: float, seed: int) -> dict[str, Keys]:
-    """The sets of keys to hide; all are of equal size, except the one that spares the first token."""
+    """Return the sets of keys to hide; all are of equal size, except the one that spares the first token."""
     heavy = totals.heaviest(share)
     later = {layer: keys.clone() for layer, keys in heavy.chosen.items()}
     for keys in later.values():

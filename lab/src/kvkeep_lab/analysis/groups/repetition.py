@@ -25,7 +25,10 @@ ABOVE_RANDOM = 0.1
 
 
 def places(n_tokens: int) -> list[tuple[int, int, int]]:
-    """The paper's three rows, and more triples with the same distances, as many as fit into the text."""
+    """Return the paper's three rows, and more triples with the same distances, as many as fit into the text.
+
+    A text that is too short for the paper's rows has none.
+    """
     first, middle, last = PLACES
     room = n_tokens - last
     if room < 0:
@@ -36,19 +39,19 @@ def places(n_tokens: int) -> list[tuple[int, int, int]]:
 
 
 def significant(weights: Float[Tensor, "... S"], row: int) -> Bool[Tensor, "... S"]:
-    """The keys with more than the average of row number ``row`` (from 1): the discretised attention map."""
+    """Return the keys with more than the average of row number ``row`` (from 1): the discretised attention map."""
     return weights * row > 1.0
 
 
 def jaccard(one: Bool[Tensor, "... N"], other: Bool[Tensor, "... N"]) -> Float[Tensor, "..."]:
-    """Common members over all members of two sets; NaN for two empty sets."""
+    """Return common members over all members of two sets; NaN for two empty sets."""
     return (one & other).sum(dim=-1).double() / (one | other).sum(dim=-1)
 
 
 def chance_jaccard(one: Int[Tensor, " m"], other: Int[Tensor, " m"], n: int) -> Float[Tensor, " m"]:
-    """The expected Jaccard index of two random sets of these sizes, drawn from ``n`` positions without replacement.
+    """Return the expected Jaccard index of two random sets of these sizes, drawn from ``n`` without replacement.
 
-    The number of common members is hypergeometric; the expectation is the exact sum over it.
+    The number of common members is hypergeometric; the expectation is the exact sum over it, NaN for two empty sets.
     """
     a, b = one.double()[:, None], other.double()[:, None]
     common = torch.arange(int(torch.minimum(one, other).max()) + 1).double()
@@ -63,7 +66,7 @@ def _log_choose(n: Tensor, k: Tensor) -> Tensor:
 
 
 def compare(sets: Bool[Tensor, "heads 3 N"]) -> dict[str, Float[Tensor, " heads"]]:
-    """The overlap of three rows of each head, with that of random sets of the same sizes.
+    """Return the overlap of three rows of each head, with that of random sets of the same sizes.
 
     Returns:
         ``jaccard`` and ``chance``: means over the three pairs. ``repeated``: positions that are significant in all
@@ -108,7 +111,7 @@ class RepetitivePatterns(Measurement):
             self._sets[rows.layer, row] = significant(rows.weights[:, row - 1 - rows.first, :row], row)
 
     def result(self) -> Result:
-        """Means over heads and triples, for each layer and over all, and the positions of the paper's triple."""
+        """Return means over heads and triples, for each layer and over all, and the positions of the paper's triple."""
         layers = [self._layer(layer) for layer in range(self.context.n_layers)]
         return {
             "places": [list(triple) for triple in self._places],
@@ -122,11 +125,11 @@ class RepetitivePatterns(Measurement):
         return {key: mean(torch.cat([heads[key] for heads in found]).tolist()) for key in found[0]}
 
     def _common(self, layer: int, triple: tuple[int, int, int]) -> Bool[Tensor, "heads 3 N"]:
-        """The significant positions of three rows among those that all three see."""
+        """Return the significant positions of three rows among those that all three see."""
         return torch.stack([self._sets[layer, row][:, : triple[0]] for row in triple], dim=1)
 
     def _example(self, layer: int) -> dict[str, Any]:
-        """Positions, from 1, that most heads of a layer find significant in all three rows of the paper's triple."""
+        """Return up to eight positions, from 1, that the most heads of a layer find significant in the first triple."""
         votes = self._common(layer, self._places[0]).all(dim=1).sum(dim=0)
         best = votes.argsort(descending=True, stable=True)[:8]
         found = sorted(int(position) for position in best if votes[position] > 0)
@@ -139,7 +142,7 @@ class RepetitivePatterns(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compares the distance from chance with `CLEAR`, and with that of random weights."""
+        """Compare the distance from chance with `CLEAR`, and with that of random weights."""
         here, random = result["mean"], result.get("random", {}).get("mean")
         above, control = _above(here), None if random is None else _above(random)
         text = (
@@ -158,7 +161,7 @@ class RepetitivePatterns(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """The pattern, and its absence under random weights."""
+        """Return claims about the pattern and, if random weights were walked as well, about its absence under these."""
         found = cls.reading(result)
         pattern = ClaimLine(
             "Distant rows attend to the same positions", cls.source, found.paper, found.here, found.verdict
@@ -177,7 +180,7 @@ class RepetitivePatterns(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """The Jaccard index of each layer, its chance level, and both for random weights."""
+        """Draw the Jaccard index of each layer, its chance level, and both for random weights."""
         series = {
             "this model": [layer["jaccard"] for layer in result["layers"]],
             "chance": [layer["chance"] for layer in result["layers"]],
@@ -190,7 +193,10 @@ class RepetitivePatterns(Measurement):
 
 
 def _above(mean: dict[str, float | None]) -> float:
-    """A Jaccard index on the scale from chance (0) to equality (1); 0 if no row has a significant position."""
+    """Return a Jaccard index on the scale from chance (0) to equality (1).
+
+    It is 0 if no row has a significant position, or if chance alone gives equal sets.
+    """
     jaccard, chance = mean["jaccard"], mean["chance"]
     return 0.0 if jaccard is None or chance is None or chance == 1.0 else (jaccard - chance) / (1.0 - chance)
 

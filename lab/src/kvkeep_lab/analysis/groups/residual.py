@@ -25,7 +25,7 @@ FEW = 0.5
 
 
 def turned(residual: Float[Tensor, "R hidden"], output: Float[Tensor, "R hidden"]) -> Float[Tensor, "R 3"]:
-    """Cosine of a token's stream before and after the block, and the norms of stream and block output."""
+    """Return the cosine of a token's stream before and after the block, and the norms of stream and block output."""
     before, added = residual.double(), output.double()
     cosine = torch.cosine_similarity(before, before + added, dim=-1)
     return torch.stack([cosine, before.norm(dim=-1), added.norm(dim=-1)], dim=-1).float()
@@ -50,7 +50,7 @@ class Residual(Measurement):
         self._found[mlp.layer, mlp.first : mlp.first + len(mlp.residual)] = turned(mlp.residual, mlp.output)
 
     def result(self) -> Result:
-        """Per layer: mean, lowest twentieth and minimum of the cosine, and medians of the norms and of their ratio."""
+        """Return the cosine per layer (mean, lowest twentieth, minimum), and medians of norms and their ratio."""
         cosine, stream, added = self._found.double().unbind(dim=-1)
         return {
             "cosine": cosine.mean(dim=1).tolist(),
@@ -63,7 +63,7 @@ class Residual(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Counts the layers whose mean cosine is at least `HIGH`."""
+        """Count the layers whose mean cosine is at least `HIGH`."""
         cosine, ratio = result["cosine"], result["norm_ratio"]
         high = sum(value >= HIGH for value in cosine)
         return Reading(
@@ -77,7 +77,7 @@ class Residual(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """The cosine, and the paper's reason for it."""
+        """Return claims about the cosine, and about the paper's reason for it."""
         found, ratio = cls.reading(result), result["norm_ratio"]
         small = sum(value <= DOMINATED for value in ratio) / len(ratio)
         return (
@@ -93,7 +93,7 @@ class Residual(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Cosine and ratio of norms by layer."""
+        """Draw cosine and ratio of norms by layer."""
         series = {
             "cosine, mean": result["cosine"],
             "cosine, lowest twentieth": result["cosine_p05"],

@@ -47,7 +47,7 @@ EVENER = 0.05
 
 
 def spread(counts: Float[Tensor, " n"]) -> dict[str, float]:
-    """The evenness of chosen tokens over ``n`` positions.
+    """Return the evenness of chosen tokens over ``n`` positions; NaN if none was chosen.
 
     Args:
         counts: how often each position was chosen.
@@ -95,7 +95,7 @@ class Retained(Measurement):
             prompts[rows.layer].add(rows)
 
     def result(self) -> Result:
-        """Histograms of kept positions, the evenness of the chosen ones, and score curves with a mean of 1."""
+        """Return histograms of kept positions, the evenness of the chosen ones, and score curves with a mean of 1."""
         return {
             "budget": self._budget,
             "policies": {name: self._kept(prompts) for name, prompts in self._prompts.items()},
@@ -103,7 +103,7 @@ class Retained(Measurement):
         }
 
     def _kept(self, prompts: list[LayerPrompt]) -> dict[str, Any]:
-        """The numbers of one policy. The protected newest tokens are in the histogram, but were not chosen."""
+        """Return the numbers of one policy. The protected newest tokens are in the histogram, but were not chosen."""
         kept = torch.stack([prompt.kept() for prompt in prompts])
         counts = kept.double().sum(dim=(0, 1))
         chosen = counts[: len(counts) - prompts[0].recent]
@@ -111,7 +111,7 @@ class Retained(Measurement):
         return {"histogram": (histogram / histogram.sum()).tolist(), "recent": prompts[0].recent, **spread(chosen)}
 
     def _curves(self) -> dict[str, list[float]]:
-        """Scores by position, each with a mean of 1: means over heads and layers, one head, and iid logits."""
+        """Return scores by position, each with a mean of 1: means over heads and layers, one head, and iid logits."""
         n, middle = self.context.n_tokens, self.context.n_layers // 2
         curves = {
             name: torch.stack([prompt.score() for prompt in self._prompts[name]]).double().mean(dim=(0, 1))
@@ -123,7 +123,7 @@ class Retained(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compares the late choices of H2O and AhaKV with an even spread."""
+        """Compare the late choices of H2O and AhaKV with an even spread."""
         h2o, ahakv = result["policies"]["h2o"], result["policies"]["ahakv"]
         return Reading(
             paper="Of 3 600 tokens H2O keeps hardly any beyond position 1 500 except the recent ones; those of "
@@ -137,7 +137,7 @@ class Retained(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """The bias of accumulated scores, and its absence under AhaKV."""
+        """Return claims about the bias of accumulated scores, and about its absence under AhaKV."""
         policies = result["policies"]
         h2o, ahakv, averaged = (policies[name] for name in ("h2o", "ahakv", "h2o_avg"))
         gap = h2o["ks"] - ahakv["ks"]
@@ -161,7 +161,7 @@ class Retained(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Score curves with that of iid logits, and below them the kept positions of four policies."""
+        """Draw score curves with that of iid logits, and below them the kept positions of four policies."""
         scores, kept = axes
         curves = {
             name: ([(number + 0.5) / len(curve) for number in range(len(curve))], curve)
@@ -236,11 +236,11 @@ class LayerPrompt:
             self.statistic.join(self._sums[name][:, :, :S], part, name)
 
     def score(self) -> Float[Tensor, "Hk n"]:
-        """The policy's score of every token after the last row; higher = keep."""
+        """Return the policy's score of every token after the last row; higher = keep."""
         return self.policy.score(self._view, self._state())[0]
 
     def kept(self) -> Bool[Tensor, "Hk n"]:
-        """The kept tokens of the prompt."""
+        """Return which tokens of the prompt are kept."""
         view, state = self._view, self._state()
         sinks, recent = self.policy.protected(self.budget)
         score = ranking.protect(self.policy.score(view, state), view.positions, view.seen, sinks=sinks, recent=recent)
@@ -248,7 +248,7 @@ class LayerPrompt:
 
     @property
     def recent(self) -> int:
-        """Number of newest tokens that are always kept."""
+        """Return the number of newest tokens that are always kept."""
         return int(self.policy.protected(self.budget)[1])
 
     def _state(self) -> dict[str, Tensor]:

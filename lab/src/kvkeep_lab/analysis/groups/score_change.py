@@ -66,7 +66,7 @@ def change(full: Float[Tensor, "heads R n"], bounded: Float[Tensor, "heads R n"]
         ``lost_mass``: the full cache's attention on dropped keys, per row. ``dropped``: share of the keys. ``median``
             and quantiles of the change of kept keys. ``l1``: sum of the absolute differences per row, which is twice
             the lost mass if the inputs are the same. ``histogram``: kept keys between `EDGES`, as shares; the last bin
-            includes those above the last edge.
+            includes those above the last edge. Without a kept key median and quantiles are ``None``.
     """
     counts = full >= NEGLIGIBLE
     gone = counts & (bounded == 0.0)
@@ -86,7 +86,7 @@ def change(full: Float[Tensor, "heads R n"], bounded: Float[Tensor, "heads R n"]
 
 
 def _quantiles(values: Float[Tensor, " m"], at: tuple[float, ...]) -> list[float | None]:
-    """Quantiles as values that occur; ``torch.quantile`` refuses large inputs."""
+    """Return quantiles as values that occur, since ``torch.quantile`` refuses large inputs; ``None`` without values."""
     if not len(values):
         return [None] * len(at)
     ranked = values.sort().values
@@ -130,12 +130,12 @@ class ScoreChange(Measurement):
         }
 
     def result(self) -> Result:
-        """Both versions: over all layers, and per layer."""
+        """Return the numbers of both versions: over all layers, and per layer."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compares the median change of kept keys with `CENTRED` and the lost attention with `LOST`."""
+        """Compare the median change of kept keys with `CENTRED` and the lost attention with `LOST`."""
         free, forced = result["free"], result["forced"]
         return Reading(
             paper="For OPT-13B on C4 the change of scores is centred at 0, with a small part at -1 for dropped keys "
@@ -150,7 +150,7 @@ class ScoreChange(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
-        """Kept keys hardly change, and dropped keys were small."""
+        """Return claims that kept keys hardly change, and that dropped keys were small."""
         free = result["free"]
         return (
             ClaimLine(
@@ -171,7 +171,7 @@ class ScoreChange(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """The histogram of the change of kept keys, in both versions."""
+        """Draw the histogram of the change of kept keys, in both versions."""
         middles = [(low + high) / 2 for low, high in pairwise(result["edges"])]
         series = {
             f"{text}: {percent(result[way]['lost_mass'])} of attention lost": (middles, result[way]["histogram"])
@@ -182,7 +182,7 @@ class ScoreChange(Measurement):
 
 
 def _replay(tape: LayerTape, prompt: int, budget: int, index: int) -> Float[Tensor, "Hq R n"]:
-    """The attention of a bounded layer that gets the full cache's inputs: the prompt, then row by row."""
+    """Return the attention of a bounded layer that gets the full cache's inputs: the prompt, then row by row."""
     recorder = TapeRecorder(Layer(parse(POLICY), budget, index=index, window=tape.options.window))
     for start, stop in pairwise([0, *range(prompt, tape.length + 1)]):
         tape.feed(recorder, start, stop)
@@ -191,7 +191,7 @@ def _replay(tape: LayerTape, prompt: int, budget: int, index: int) -> Float[Tens
 
 @torch.inference_mode()
 def _run(model: Any, ids: Tensor, prompt: int, budget: int) -> list[Float[Tensor, "Hq R n"]]:
-    """The attention of all layers when the model itself runs on a bounded cache."""
+    """Return the attention of all layers when the model itself runs on a bounded cache."""
     cache = BoundedCache(model.config, POLICY, budget)
     recorders = wrap_layers(cache, TapeRecorder)
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]:
@@ -200,12 +200,12 @@ def _run(model: Any, ids: Tensor, prompt: int, budget: int) -> list[Float[Tensor
 
 
 def _by_head(weights: Float[Tensor, "1 Hk G R n"]) -> Float[Tensor, "Hq R n"]:
-    """The attention of the one text."""
+    """Return the attention of the one text."""
     return weights[0].flatten(0, 1).cpu()
 
 
 def _summary(full: list[Float[Tensor, "Hq R n"]], bounded: list[Float[Tensor, "Hq R n"]]) -> Result:
-    """All layers together, and the main numbers of each."""
+    """Return the numbers of all layers together, and the main numbers of each."""
     layers = [change(exact, other) for exact, other in zip(full, bounded, strict=True)]
     whole = change(torch.cat(full), torch.cat(bounded))
     by_layer = {key: [layer[key] for layer in layers] for key in ("lost_mass", "dropped", "median", "l1")}

@@ -46,7 +46,7 @@ class Sparsity(Measurement):
         self._large[rows.layer] += large.double().mean(dim=0).sum()
 
     def result(self) -> Result:
-        """Per layer: the share of visible entries, and of the square, whose upper half is empty."""
+        """Return, per layer, the share of visible entries, and of the square, whose upper half is empty."""
         n = self.context.n_tokens
         rows = n - FIRST_ROW
         share = self._shares / rows
@@ -58,7 +58,7 @@ class Sparsity(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if nearly every layer is as sparse as in the paper."""
+        """Return the reading: it agrees if nearly every layer is as sparse as in the paper."""
         layers = result["sparsity_by_layer"]
         sparse = sum(share > REPORTED for share in layers)
         return Reading(
@@ -70,7 +70,7 @@ class Sparsity(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """One point per layer, and the paper's share."""
+        """Draw one point per layer, and the paper's share."""
         layers = result["sparsity_by_layer"]
         axes.plot(range(len(layers)), layers, marker="o", color="black")
         axes.axhline(REPORTED, linestyle="--", color="0.4")

@@ -25,7 +25,7 @@ NORM_BINS = 20
 
 
 def retention(score: Float[Tensor, "heads n"]) -> Float[Tensor, " thresholds"]:
-    """Share of the tokens whose score is at least this part of their head's largest, for each of `THRESHOLDS`."""
+    """Return the share of the tokens that reach each of `THRESHOLDS`, a part of their head's largest score."""
     relative = score.double() / score.double().amax(dim=-1, keepdim=True).clamp(min=1e-300)
     thresholds = torch.tensor(THRESHOLDS, dtype=torch.float64)
     return (relative[..., None] >= thresholds * (1 - 1e-6)).double().mean(dim=(0, 1))
@@ -58,7 +58,7 @@ class ValuePrior(Measurement):
             self._prior[rows.layer] = ranking.value_prior(rows.values[None], positions, KERNEL)[0]
 
     def result(self) -> Result:
-        """Both curves, over all heads and by layer, and the sizes of the values by position."""
+        """Return both curves, over all heads and by layer, and the sizes of the values by position."""
         plain, weighed = self._mass.flatten(0, 1), (self._mass * self._prior).flatten(0, 1)
         sizes = self._sizes.double().flatten(0, 1)
         relative = sizes / sizes.median(dim=-1, keepdim=True).values.clamp(min=1e-300)  # values may all be 0
@@ -77,7 +77,7 @@ class ValuePrior(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compares the means of both curves over the logarithmic grid."""
+        """Compare the means of both curves over the logarithmic grid."""
         middle = THRESHOLDS.index(min(THRESHOLDS, key=lambda value: abs(value - 0.01)))
         return Reading(
             paper="At equal thresholds fewer tokens are retained with the value prior (Figure 2d).",
@@ -90,7 +90,7 @@ class ValuePrior(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Both curves over the threshold."""
+        """Draw both curves over the threshold."""
         series = {
             "accumulated attention": (result["thresholds"], result["without"]),
             "times the value prior": (result["thresholds"], result["with"]),
@@ -101,7 +101,10 @@ class ValuePrior(Measurement):
 
 
 def _change(without: Float[Tensor, " thresholds"], weighed: Float[Tensor, " thresholds"]) -> float:
-    """Relative change of the mean over the grid. No mean is 0, since a token per head reaches any threshold."""
+    """Return the relative change of the mean over the grid, which is never 0 without the prior.
+
+    A token per head reaches any threshold.
+    """
     return ((weighed.mean() - without.mean()) / without.mean()).item()
 
 
