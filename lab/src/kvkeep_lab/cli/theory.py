@@ -58,7 +58,7 @@ def theory(
 
 
 def choose(claims: Sequence[Claim], only: str) -> list[Claim]:
-    """The claims that a comma-separated list names, in the order of the papers.
+    """Return the claims that a comma-separated list names, in the order of the papers.
 
     Raises:
         InputError: a name is unknown, or the list is empty.
@@ -73,7 +73,7 @@ def choose(claims: Sequence[Claim], only: str) -> list[Claim]:
 
 
 def _hint(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """The names that were meant, or all of them if they are few."""
+    """Return a hint at the names that were meant, or all names if they are few."""
     if len(known) <= _MOST_LISTED:
         return f"Known: {', '.join(known)}."
     close = [name for name_given in unknown for name in difflib.get_close_matches(name_given, known, n=1)]
@@ -81,12 +81,12 @@ def _hint(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 
 def command(claim: Claim) -> str:
-    """The command that runs the test of a claim."""
+    """Return the command that runs the test of a claim."""
     return f"pytest {claim.test}"
 
 
 def _report(claims: Sequence[Claim]) -> dict[str, Any]:
-    """All claims with their outcomes, as plain data."""
+    """Return all claims with their outcomes, as plain data."""
     entries = []
     for claim in claims:
         outcome = claim.check()
@@ -105,7 +105,7 @@ def _report(claims: Sequence[Claim]) -> dict[str, Any]:
 
 
 def _entry(claim: Claim, outcome: ClaimOutcome) -> Table:
-    """A row of the table: the verdict; beside it the claim's name, source, statement and outcome."""
+    """Return a row of the table: the verdict; beside it the claim's name, source, statement and outcome."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=_VERDICT_WIDTH)
     grid.add_column(overflow="fold")
@@ -115,7 +115,7 @@ def _entry(claim: Claim, outcome: ClaimOutcome) -> Table:
 
 
 def _summary(verdicts: Counter[str]) -> str:
-    """The number of claims, and of each verdict."""
+    """Return the number of claims, and of each verdict."""
     said = {"holds": "hold", "holds with a correction": "hold with a correction", "fails": "fail"}
     return f"{console.count(verdicts.total(), 'claim')}: " + ", ".join(
         f"{verdicts[v]} {words}" for v, words in said.items()

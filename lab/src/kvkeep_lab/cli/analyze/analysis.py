@@ -242,7 +242,7 @@ def _pool(
 
 
 def _bytes(job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measurement]]) -> int:
-    """Main memory of a worker: weights, those of a control, a full cache, a walk or runs; 0 if it cannot be planned."""
+    """Return a worker's main memory: weights, also of a control, a full cache, a walk or runs; 0 without a plan."""
     n = len(job.text.tokens)
     with suppress(KVKeepError):
         made = plan(job.checkpoint.name, "full", context=n, prefill_chunk=BLOCK, dtype=request.dtype).full
@@ -278,7 +278,7 @@ def _fill(
 
 
 def _unfinished(failed: Mapping[int, str], pieces: Mapping[int, MeasurementPiece]) -> str:
-    """The message for measurements whose workers have died."""
+    """Return the message for measurements whose workers have died."""
     names = [name for number in sorted(failed) for name in pieces[number].names]
     return (
         f"{console.count(len(names), 'measurement')} {'has' if len(names) == 1 else 'have'} no result "

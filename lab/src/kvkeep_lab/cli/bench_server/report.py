@@ -30,7 +30,11 @@ _LATE_S = 0.05
 
 
 def serve(request: BenchServerOptions) -> None:
-    """Load a server and print its numbers; see `run`."""
+    """Load a server and print its numbers; see `run`.
+
+    Raises:
+        InputError: an option cannot be used; see also `run`.
+    """
     load = Load(
         requests=request.requests,
         rate=request.rate,
@@ -136,7 +140,7 @@ class RowFile:
 
 
 async def _measured(target: Target, load: Load, *, sessions: bool, warmup: int, rows: RowFile | None) -> dict[str, Any]:
-    """The numbers of a run. The file gets its outcomes in the order in which they end."""
+    """Return the numbers of a run. The file gets its outcomes in the order in which they end."""
     target = replace(target, model=whole(target.model or await model_of(target)))
     if warmup:
         console.progress(f"warming up {target.model} …")
@@ -191,7 +195,7 @@ def _throughput(found: dict[str, Any]) -> str:
 
 
 def _failures(found: dict[str, Any]) -> str:
-    """The failures by their kinds."""
+    """Return the failures by their kinds, as text."""
     failed = found["requests"] - found["completed"]
     if not failed:
         return "errors: none"

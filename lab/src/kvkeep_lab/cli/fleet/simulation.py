@@ -70,7 +70,7 @@ def serve(request: FleetOptions) -> None:
 
 
 def read_load(given: dict[str, Any]) -> Loaded:
-    """The load that options describe.
+    """Return the load that options describe.
 
     Raises:
         InputError: they describe none, or two.
@@ -108,12 +108,12 @@ def read_load(given: dict[str, Any]) -> Loaded:
 
 
 def _said_by(lines: Sequence[Line]) -> list[str]:
-    """What every line of a file says."""
+    """Return what every line of a file says; nothing without lines."""
     return [name for name in _FIELDS if lines and all(getattr(line, name) for line in lines)]
 
 
 def _words(given: dict[str, Any], *, lines: bool) -> str:
-    """A load that is drawn, in words."""
+    """Return a load that is drawn, in words."""
     said = {name: given[name] or text for name, text in _LENGTHS.items()}
     sessions = "" if said["sessions"] == "1" else f" with {said['sessions']} conversations each"
     lengths = "lengths of a file" if lines else f"{said['prompt_tokens']} + {said['max_new_tokens']} tokens"
@@ -124,7 +124,7 @@ def _words(given: dict[str, Any], *, lines: bool) -> str:
 
 
 def _kind(device: str, machines: dict[str, Any], *, measure: bool) -> str:
-    """The type of the devices; they need not be here unless they are measured."""
+    """Return the type of the devices; they need not be here unless they are measured."""
     if device in _KINDS and not measure:
         return device
     if device == "auto" and "steps" in machines and machines["steps"].device in _KINDS:
@@ -166,7 +166,7 @@ class Loaded(NamedTuple):
 
 
 def describe(fleet: Fleet, loaded: Loaded, ours: FleetResult, theirs: FleetResult) -> dict[str, Any]:
-    """A simulation as plain data; times in seconds, sizes in bytes."""
+    """Return a simulation as plain data; times in seconds, sizes in bytes."""
     made, load = fleet.plan, loaded.load
     drawn = (*(name for name in _FIELDS if name not in _said_by(load.lines)), "sessions", "turns", "between")
     settings = {name: str(getattr(load, name)) for name in drawn}
@@ -224,12 +224,12 @@ def _describe(found: FleetResult) -> dict[str, Any]:
 
 
 def _device_seconds(found: FleetResult) -> float:
-    """Seconds of the simulation times its devices."""
+    """Return the seconds of the simulation times its devices."""
     return max(1e-9, found.log.seconds * found.simulated)
 
 
 def notes(fleet: Fleet, loaded: Loaded, ours: FleetResult, theirs: FleetResult) -> list[str]:
-    """What the user may not expect."""
+    """Return what the user may not expect."""
     said = [line for line in plan_run.notes(fleet.plan) if "nothing is evicted" not in line]
     if fleet.steps is not None and fleet.steps.error > _FAR_OFF:
         said.append(f"the lines through the measured steps are off by up to {fleet.steps.error:.0%}.")
@@ -282,7 +282,7 @@ def _head(fleet: Fleet, loaded: Loaded, file: str | None) -> dict[str, str]:
 
 
 def _lines(fleet: Fleet, ours: FleetResult, theirs: FleetResult) -> dict[str, Callable[[FleetResult], str]]:
-    """The lines of the table: the name of each, and its cell."""
+    """Return the lines of the table: the name of each, and its cell."""
     lines: dict[str, Callable[[FleetResult], str]] = {
         "devices": lambda result: f"{result.devices}",
         "rows of each": lambda result: f"{result.rows}" if result is ours else f"up to {result.rows}",
@@ -319,12 +319,12 @@ def _lines(fleet: Fleet, ours: FleetResult, theirs: FleetResult) -> dict[str, Ca
 
 
 def _share_of(key: str, share: str) -> Callable[[FleetResult], str]:
-    """The cell of a percentile of the times that a log has under this name."""
+    """Return the cell of a percentile of the times that a log has under this name."""
     return lambda result: _time(spread(getattr(result.log, key)), share)
 
 
 def _ours(ours: FleetResult, cell: Callable[[Any], str]) -> Callable[[FleetResult], str]:
-    """A cell that the full cache has nothing for."""
+    """Return a cell that the full cache has nothing for."""
     return lambda result: cell(result.log) if result is ours else "–"
 
 
