@@ -58,7 +58,7 @@ class Bounded(Device):
         self.log.disk_bytes = 0
 
     def step(self) -> None:
-        """As `Scheduler.plan`: at most one run of prompts, and a token for every row."""
+        """Do what `Scheduler.plan` does: at most one run of prompts, and a token for every row."""
         have = self._have
         while self.waiting and self.rows < have.count:
             self._give_row(self.waiting.popleft())
@@ -75,7 +75,7 @@ class Bounded(Device):
         self.begin(ready)
 
     def came(self, talk: Talk, number: int, due: float) -> tuple[Message, float]:
-        """A session reads what is new, and the last token of the answer before it."""
+        """Return the job of a session, which reads what is new and the last token of the answer before it."""
         turn = talk.turns[talk.done]
         job = Message(number, talk, due, left=turn.prompt + bool(talk.done), past=max(0, talk.tokens - 1), new=turn.new)
         self._host.pop(talk, None)
@@ -92,14 +92,14 @@ class Bounded(Device):
             self._put(job.talk)
 
     def hold(self, job: Message, by: int) -> None:
-        """Rows are as large when they are empty."""
+        """Do nothing: rows are as large when they are empty."""
 
     def slots(self) -> float:
-        """All slots of the rows: their number does not depend on the tokens that were seen."""
+        """Return all slots of the decoding rows: their number does not depend on the tokens that were seen."""
         return float(self.decoding * self._have.slots)
 
     def seen(self, job: Message) -> int:
-        """Tokens that the slots hold."""
+        """Return the number of tokens that the slots hold."""
         return min(job.past, self._have.slots)
 
     def _give_row(self, job: Message) -> None:
@@ -121,14 +121,17 @@ class Bounded(Device):
         self.log.kept_most = max(self.log.kept_most, len(self._host) + len(self._disk))
 
     def _most_tokens(self, *, waited_for: bool) -> int:
-        """As `Scheduler._most_tokens`."""
+        """Return what `Scheduler._most_tokens` returns."""
         chunk = self._have.chunk
         if chunk is None:
             return SHARED_TOKENS
         return chunk if waited_for else max(chunk, SHARED_TOKENS)
 
     def _feed(self, most: int) -> list[tuple[Message, int]]:
-        """As `Scheduler._feed`: the oldest prompt's next piece, and those of others as long as there are few tokens."""
+        """Return the pieces that `Scheduler._feed` chooses.
+
+        They are the oldest prompt's next piece, and those of others as long as there are few tokens.
+        """
         pieces: list[tuple[Message, int]] = []
         for job in self.reading:
             count = job.left if self._have.chunk is None else min(job.left, self._have.chunk)

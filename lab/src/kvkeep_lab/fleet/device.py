@@ -124,7 +124,7 @@ class Device(ABC):
         self._marks: list[dict[str, float]] = []
 
     def run(self, *, hopeless: tuple[float, int] | None = None, progress: Progress | None = None) -> Log:
-        """Answer all messages.
+        """Answer all messages, and return what happened.
 
         Args:
             hopeless: seconds, and a number of messages: stop once more first tokens than that are later.
@@ -153,7 +153,7 @@ class Device(ABC):
 
     @property
     def rows(self) -> int:
-        """Number of sequences in rows."""
+        """Return the number of sequences in rows."""
         return self.decoding + len(self.reading)
 
     @abstractmethod
@@ -162,15 +162,15 @@ class Device(ABC):
 
     @abstractmethod
     def came(self, talk: Talk, number: int, due: float) -> tuple[Message, float]:
-        """The job of a message, and the second from which on it can be admitted."""
+        """Return the job of a message, and the second from which on it can be admitted."""
 
     @abstractmethod
     def slots(self) -> float:
-        """Tokens that the decoding sequences attend to in the next decode step."""
+        """Return the number of tokens that the decoding sequences attend to in the next decode step."""
 
     @abstractmethod
     def seen(self, job: Message) -> int:
-        """Tokens in memory that the next prompt token of a job attends to."""
+        """Return the number of tokens in memory that the next prompt token of a job attends to."""
 
     @abstractmethod
     def hold(self, job: Message, by: int) -> None:
@@ -233,7 +233,7 @@ class Device(ABC):
         insort(self.reading, job)
 
     def _goes_on(self, job: Message) -> bool:
-        """Note the token that follows from the end of a prompt; whether it was not the last."""
+        """Note the token that follows from the end of a prompt; return whether it was not the last."""
         self.reading.remove(job)
         if not job.made:
             job.first = self.now
@@ -256,7 +256,7 @@ class Device(ABC):
         self.end(job)
 
     def _next_due(self) -> float | None:
-        """The second at which the next message comes, or is ready."""
+        """Return the second at which the next message comes, or is ready; ``None`` if none is known."""
         due = self._arrivals.next_due()
         ready = self._coming[0][0] if self._coming else None
         return due if ready is None else ready if due is None else min(due, ready)
@@ -280,7 +280,7 @@ class Device(ABC):
         self.log.waiting_most = max(self.log.waiting_most, len(self.waiting))
 
     def _late(self, late_s: float, most: int) -> bool:
-        """Whether more first tokens than that are late already."""
+        """Return whether more first tokens than that are late already."""
         counted = self.log.first_s
         while self._looked < len(counted):
             self._late_ones += counted[self._looked] > late_s

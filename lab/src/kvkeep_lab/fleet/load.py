@@ -65,7 +65,7 @@ class Talk:
 
     @property
     def total(self) -> int:
-        """Tokens of all turns."""
+        """Return the tokens of all turns."""
         return sum(turn.prompt + turn.new for turn in self.turns)
 
 
@@ -111,11 +111,14 @@ class FleetLoad:
 
     @property
     def counted_from(self) -> int:
-        """The first message that is counted."""
+        """Return the number of the first message that is counted; of a trace all are."""
         return 0 if self.trace else self.requests // 10
 
     def talk(self, at: float, draw: random.Random, number: int) -> Talk:
-        """A conversation that is drawn; its first message has this number, which chooses the line of a file."""
+        """Return a conversation that is drawn.
+
+        Its first message has this number, which chooses the line of a file.
+        """
         return Talk(at, tuple(self._turn(draw, number + turn, turn) for turn in range(self.turns.draw(draw))))
 
     def _turn(self, draw: random.Random, number: int, turn: int) -> Turn:
@@ -125,7 +128,7 @@ class FleetLoad:
         return Turn(prompt, line.new_tokens or self.new_tokens.draw(draw), wait)
 
     def turns_per_s(self) -> float:
-        """Messages per second of all users, in the long run."""
+        """Return the messages per second of all users, in the long run; of a trace, from its first to its last."""
         if self.trace:
             whens = [turn.due or 0.0 for turns in self.trace for turn in turns]
             return len(whens) / max(1e-9, max(whens) - min(whens))
@@ -133,17 +136,20 @@ class FleetLoad:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds for which a conversation waits for its user, in the mean."""
+        """Return the seconds for which a conversation waits for its user, in the mean; 0 for a trace."""
         return math.fsum(turn.wait for talk in self.pool for turn in talk.turns) / len(self.pool)
 
     @property
     def open_talks(self) -> float:
-        """Conversations whose users are thinking, of all devices, in the long run."""
+        """Return the number of conversations whose users are thinking, of all devices in the long run.
+
+        It is 0 for a trace.
+        """
         return self.rate * self.sessions.average * self.waiting_s
 
     @cached_property
     def pool(self) -> list[Talk]:
-        """Conversations like those that come, with every line of a file; nobody changes them."""
+        """Return conversations like those that come, with every line of a file; nobody changes them."""
         if self.trace:
             return [Talk(turns[0].due or 0.0, turns) for turns in self.trace]
         draw, made, number = random.Random(f"{self.seed} pool"), list[Talk](), 0
@@ -191,14 +197,17 @@ class Arrivals:
         self._next = next(self._users, None)
 
     def next_due(self) -> float | None:
-        """The second of the next message; ``None`` after the last."""
+        """Return the second of the next message.
+
+        ``None`` after the last, and while all that are left wait for the end of an answer.
+        """
         if not self.left:
             return None
         self._refill()
         return self._heap[0].at if self._heap else None
 
     def pop(self) -> Due:
-        """The next message."""
+        """Return the next message, which has to be there: see `next_due`."""
         self._refill()
         self.left -= 1
         return heapq.heappop(self._heap)
@@ -221,7 +230,7 @@ class Arrivals:
             heapq.heappush(self._heap, Due(talk.at, next(self._count), talk))
 
     def _drawn(self, devices: int) -> Iterator[list[Talk]]:
-        """The conversations of one user after another. More devices stretch the times and change nothing else."""
+        """Yield the conversations of one user after another. More devices stretch the times and change nothing else."""
         gaps, load, at = random.Random(load_seed(self._load, "users")), self._load, 0.0
         for user in itertools.count():
             at += gaps.expovariate(1.0) * devices / load.rate
@@ -229,7 +238,7 @@ class Arrivals:
             yield self._talks(draw, at, load.sessions.draw(draw))
 
     def _returning(self, devices: int) -> Iterator[list[Talk]]:
-        """The conversations that users begin who came before second 0, one user after another.
+        """Yield the conversations that users begin who came before second 0, one user after another.
 
         Since users come at random, the second conversations of all of them begin at random, too, and the third ones,
         and so on. Those after a wait that is longer than the time since second 0 are the first of such users after it.
@@ -243,7 +252,7 @@ class Arrivals:
                 yield self._talks(draw, at, count - place)
 
     def _talks(self, draw: random.Random, at: float, count: int) -> list[Talk]:
-        """So many conversations of one user, the first at this second."""
+        """Return so many conversations of one user, the first at this second."""
         talks: list[Talk] = []
         for session in range(count):
             at += self._load.between.draw(draw) if session else 0.0
@@ -252,7 +261,11 @@ class Arrivals:
         return talks
 
     def _begin(self, devices: int) -> None:
-        """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
+        """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run.
+
+        Raises:
+            InputError: more than `MOST_THINKING` conversations are open on one device.
+        """
         load = self._load
         count = round(load.open_talks / devices)
         if count > MOST_THINKING:
@@ -287,13 +300,13 @@ class _Past(NamedTuple):
         return cls(talk.turns, waits, tokens)
 
     def begun(self, age: float) -> Talk:
-        """The conversation whose users have thought for ``age`` seconds in all before second 0."""
+        """Return the conversation whose users have thought for ``age`` seconds in all before second 0."""
         done = max(1, min(len(self.turns) - 1, bisect.bisect_left(self.waits, age)))
         return Talk(0.0, self.turns, done, self.tokens[done], self.waits[done - 1] - age)
 
 
 def load_seed(load: FleetLoad, name: object) -> str:
-    """The seed of one sequence of random numbers."""
+    """Return the seed of one sequence of random numbers."""
     return f"{load.seed} {name}"
 
 
@@ -350,7 +363,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _from_zero(talks: dict[object, list[Turn]]) -> tuple[tuple[Turn, ...], ...]:
-    """Conversations in the order of their beginning, from second 0 on."""
+    """Return conversations in the order of their beginning, from second 0 on."""
     sorted_turns = [sorted(turns, key=lambda turn: turn.due or 0.0) for turns in talks.values()]
     start = min((turns[0].due or 0.0 for turns in sorted_turns), default=0.0)
     moved = [tuple(turn._replace(due=(turn.due or 0.0) - start) for turn in turns) for turns in sorted_turns]

@@ -61,15 +61,15 @@ class Pages:
 
     @property
     def rows(self) -> int:
-        """Most sequences at once: each has a token of the step."""
+        """Return the most sequences at once: each has a token of the step."""
         return min(self.most_rows, self.step_tokens)
 
     def working(self, rows: int) -> int:
-        """Bytes of working memory."""
+        """Return the bytes of working memory of so many sequences."""
         return max(self.prompt_bytes, rows * self.step_bytes)
 
     def count(self, rows: int) -> int:
-        """Pages beside the working memory of so many sequences."""
+        """Return the number of pages beside the working memory of so many sequences; 0 if that takes all."""
         return max(0, self.space - self.working(rows)) // self.page_bytes
 
 
@@ -93,7 +93,10 @@ class Paged(Device):
             self._evict(0)
 
     def step(self) -> None:
-        """Pages for the next tokens, then prompts of running sequences, then waiting ones; all in one run."""
+        """Take pages for the next tokens, and run these, running prompts and waiting ones, in this order, at once.
+
+        If a sequence had to be interrupted for the pages, none is admitted.
+        """
         if not self._make_room():
             while self.waiting and self.rows < self._have.rows and self._fits_next():
                 pass
@@ -107,7 +110,7 @@ class Paged(Device):
         self.begin(self.advance(pieces, decode=self.decoding > 0))
 
     def came(self, talk: Talk, number: int, due: float) -> tuple[Message, float]:
-        """A turn brings the whole conversation.
+        """Return the job of a message: a turn brings the whole conversation.
 
         Raises:
             TooLongError: its pages would not fit into the memory.
@@ -131,15 +134,15 @@ class Paged(Device):
             self._keep(job.talk, job.past // PAGE)
 
     def slots(self) -> float:
-        """All tokens of the decoding sequences, the new ones included."""
+        """Return the number of all tokens of the decoding sequences, the new ones included."""
         return float(self._sum + (self.tick + 1) * self.decoding)
 
     def seen(self, job: Message) -> int:
-        """All tokens so far."""
+        """Return the number of all tokens so far."""
         return job.past
 
     def _make_room(self) -> bool:
-        """Take the pages that the next decode step needs; whether a sequence had to be interrupted for them."""
+        """Take the pages that the next decode step needs; return whether a sequence had to be interrupted for them."""
         interrupted = False
         while (need := self._needing[(self.tick + 1) % PAGE]) + self._used > self._have.count(self.rows):
             self._interrupt(self._running[-1])
@@ -165,7 +168,7 @@ class Paged(Device):
         self.waiting.appendleft(job)
 
     def _fits_next(self) -> bool:
-        """Admit the sequence that waits longest, if there are pages for its prompt."""
+        """Admit the sequence that waits longest, if there are pages for its prompt; return whether there are."""
         job = self.waiting[0]
         need, there = _pages(job.left), self._idle.get(job.talk, 0)
         if self._used + need > self._have.count(self.rows + 1):
@@ -202,5 +205,5 @@ class Paged(Device):
 
 
 def _pages(tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Return the number of pages that hold so many tokens."""
     return -(-tokens // PAGE)

@@ -79,13 +79,17 @@ class Fleet:
 
     @property
     def memory(self) -> int:
-        """Bytes of a device."""
+        """Return the bytes of a device's memory."""
         assert self.plan.memory is not None
         return self.plan.memory
 
     @property
     def row_count(self) -> int:
-        """Rows of a device."""
+        """Return the rows of a device.
+
+        Raises:
+            InputError: more rows are asked for than fit.
+        """
         most = self.plan.bounded.most_rows(self.memory)
         if self.rows is not None and self.rows > most:
             raise InputError(f"`rows={self.rows}` do not fit into the `memory` of a device; {most} do.")
@@ -93,5 +97,5 @@ class Fleet:
 
     @property
     def paged_tokens(self) -> int:
-        """Tokens of a step of the paged cache."""
+        """Return the most tokens of a step of the paged cache."""
         return self.chunk or STEP_TOKENS

@@ -60,7 +60,9 @@ Make = Callable[[Arrivals], Device]
 
 
 def plan_for(load: FleetLoad, model: Any = None, *, context: int | None = None, **options: Any) -> Plan:
-    """A plan whose rows are as long as the conversations of a load; arguments as for `plan`.
+    """Return a plan whose rows are as long as the conversations of a load; arguments as for `plan`.
+
+    Prompts are read in chunks of the longest message, unless ``prefill_chunk`` is given.
 
     Args:
         load: what comes.
@@ -80,10 +82,11 @@ def plan_for(load: FleetLoad, model: Any = None, *, context: int | None = None, 
 
 
 def bounded(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
-    """What kvkeep does.
+    """Simulate kvkeep under a load, and return what its devices do.
 
     Raises:
-        InputError: no number of devices carries the load.
+        InputError: no number of devices carries the load, the rows do not fit, or too many conversations are open
+            on one device.
     """
     made, setting = fleet.plan, fleet.plan.setting
     row_bytes, slots = made.bounded.row_bytes, setting.budget + 1
@@ -107,7 +110,13 @@ def bounded(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
 
 
 def paged(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
-    """What a full cache in pages does in the same memory; without devices, and with the reason, if it cannot."""
+    """Simulate a full cache in pages in the same memory, and return what its devices do.
+
+    If a conversation does not fit, or no number of devices carries the load, the result has no devices and a reason.
+
+    Raises:
+        InputError: too many conversations are open on one device.
+    """
     made, setting = fleet.plan, fleet.plan.setting
     shape, size = setting.outline.shape, setting.dtype.itemsize
     pages = Pages(
@@ -128,7 +137,7 @@ def paged(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
 
 
 def _steps(fleet: Fleet, slot_bytes: float) -> Steps:
-    """What runs cost with slots of this size."""
+    """Return what runs cost with slots of this size."""
     if fleet.steps is not None:
         return fleet.steps
     assert fleet.plan.bandwidth is not None
@@ -142,7 +151,7 @@ def _steps(fleet: Fleet, slot_bytes: float) -> Steps:
 
 
 def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, progress: Progress | None) -> FleetResult:
-    """The smallest number of devices that carries the load, or what is asked for.
+    """Return the result of the smallest number of devices that carries the load, or of the number that is asked for.
 
     A trace is dealt out anew to each number of devices, so a smaller number may happen to bear it although the number
     below the found one does not. Nothing but trying all of them would tell.
@@ -171,7 +180,7 @@ def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, progress: Progres
 
 
 def _guess(fleet: Fleet, steps: Steps, rows: int) -> int:
-    """About how many devices have the time for all prompts and answers; fewer may do if these share runs."""
+    """Estimate how many devices have the time for all prompts and answers; fewer may do if these share runs."""
     load, pool = fleet.load, fleet.load.pool
     turns = [turn for talk in pool for turn in talk.turns]
     prompt = sum(turn.prompt for turn in turns) / len(turns)
@@ -186,7 +195,7 @@ def _guess(fleet: Fleet, steps: Steps, rows: int) -> int:
 def _tried(
     fleet: Fleet, make: Make, devices: int, rows: int, progress: Progress | None, *, whole: bool = False
 ) -> FleetResult:
-    """What happens with a number of devices.
+    """Return what happens with a number of devices.
 
     Args:
         whole: whether the simulation goes to its end also when the limits are missed.
@@ -212,7 +221,7 @@ def _share(progress: Progress, place: int, places: int, part: float) -> None:
 
 
 def _joined(one: Log, other: Log) -> Log:
-    """What happened on devices side by side."""
+    """Return what happened on devices side by side."""
     made = Log()
     for name, value in vars(one).items():
         also = getattr(other, name)
@@ -230,7 +239,7 @@ def _is_carried(fleet: Fleet, log: Log) -> bool:
 
 
 def _too_slow(fleet: Fleet, log: Log) -> str:
-    """Why a load is not carried that hardly uses a device."""
+    """Return why a load is not carried that hardly uses a device."""
     first = percentile(sorted(log.first_s), 99.0)
     if first > fleet.first_token:
         return (

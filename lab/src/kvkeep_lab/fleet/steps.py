@@ -33,7 +33,7 @@ class Steps(Protocol):
     """What runs of a model cost."""
 
     def seconds(self, rows: int, slots: float, tokens: int = 0, pairs: float = 0.0) -> float:
-        """Seconds of a run.
+        """Return the seconds of a run.
 
         Args:
             rows: sequences that get a token in it.
@@ -69,7 +69,7 @@ class Limits:
     def of(
         cls, cost: Cost, slot_bytes: float, *, bandwidth: float, compute: float | None, device: str = "cuda"
     ) -> Limits:
-        """The limits of a plan.
+        """Return the limits of a plan.
 
         Args:
             cost: of a kind of cache.
@@ -99,7 +99,7 @@ class Limits:
 
 
 def _pair_operations(shape: ModelShape) -> float:
-    """Operations of attention for a pair of tokens, in all layers."""
+    """Return the operations of attention for a pair of tokens, in all layers."""
     return float(sum(2 * shape.query_heads * (layer.key_dim + layer.value_dim) for layer in shape.layers))
 
 
@@ -159,14 +159,15 @@ def read_steps(path: str | Path) -> Fitted:
 
 
 def fit(steps: dict[str, Any], name: str) -> Fitted:
-    """Lines through measured steps.
+    """Return lines through measured steps.
 
     Args:
         steps: as in the file that `read_steps` reads.
         name: of the file, for errors.
 
     Raises:
-        InputError: a point is of another kind, or all are at one place.
+        InputError: a list, a point, the ratios or the device is of another kind, or all points of a list are at one
+            place.
     """
     decode, prompt = _points(name, steps, "decode"), _points(name, steps, "prompt")
     columns = [[1.0, step["rows"], step.get("slots", 0.0)] for step in decode]
@@ -183,7 +184,7 @@ def fit(steps: dict[str, Any], name: str) -> Fitted:
 
 
 def _with_mixed(lines: Fitted, points: Sequence[dict[str, float]]) -> Fitted:
-    """The same with a line through what prompts add to a decode step."""
+    """Return the same with a line through what prompts add to a decode step."""
     whole = [point["seconds"] for point in points]
     steps = [lines.seconds(round(point["rows"]), point.get("slots", 0.0)) for point in points]
     added = [max(1e-9, both - step) for both, step in zip(whole, steps, strict=True)]
@@ -202,7 +203,11 @@ def _json(text: str) -> dict[str, Any] | None:
 
 
 def _points(name: str, steps: dict[str, Any], kind: str) -> list[dict[str, float]]:
-    """The points of a list, checked."""
+    """Return the points of a list, checked.
+
+    Raises:
+        InputError: the list or a point is of another kind, or all points are at one place.
+    """
     keys, other = _FIELDS[kind]
     points = steps[kind]
     if not isinstance(points, list) or not 2 <= len(points) <= _MOST_POINTS:
@@ -223,7 +228,11 @@ def _points(name: str, steps: dict[str, Any], kind: str) -> list[dict[str, float
 
 
 def _ratios(name: str, ratios: object) -> tuple[float, ...]:
-    """The ratios of single steps, checked."""
+    """Return the ratios of single steps, checked; none for ``None``.
+
+    Raises:
+        InputError: they are no list of numbers above 0.
+    """
     if ratios is None:
         return ()
     if not isinstance(ratios, list) or not 1 <= len(ratios) <= _MOST_POINTS:
@@ -241,7 +250,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _line(
     columns: Sequence[Sequence[float]], seconds: Sequence[float], beside: Sequence[float] | None = None
 ) -> tuple[tuple[float, float, float], float]:
-    """The three numbers, none of them negative, with the least error in parts of ``beside``, and the largest error."""
+    """Return the three numbers, none negative, with the least error in parts of ``beside``, and the largest error.
+
+    ``beside`` is ``seconds`` by default.
+    """
     weight = 1.0 / torch.tensor(beside or seconds, dtype=torch.float64)
     table = torch.tensor(columns, dtype=torch.float64) * weight[:, None]
     aim = torch.tensor(seconds, dtype=torch.float64) * weight
