@@ -53,7 +53,7 @@ class RequestOutcome:
 
     @property
     def tokens(self) -> int:
-        """New tokens, or the pieces of text if the server does not count tokens."""
+        """Return the number of new tokens, or of pieces of text if the server does not count tokens."""
         return len(self.times) if self.new_tokens is None else self.new_tokens
 
 
@@ -90,25 +90,28 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def client(self) -> httpx.AsyncClient:
-        """A client without a bound on connections: whoever waits for one would not be an open loop."""
+        """Return a client without a bound on connections: whoever waits for one would not be an open loop."""
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         return httpx.AsyncClient(headers=headers, timeout=self.timeout_s, limits=limits)
 
     def body(self, messages: list[dict[str, str]], new_tokens: int) -> dict[str, Any]:
-        """The body of a request."""
+        """Return the body of a request; without a chat, it has the last message alone."""
         asked: dict[str, Any] = {"messages": messages} if self.chat else {"prompt": messages[-1]["content"]}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": self.model, **asked, "max_tokens": new_tokens, **stream, **self.extra}
 
 
 def whole(text: str) -> str:
-    """A text with its characters of two halves put together, and a mark for every half alone, which cannot be sent."""
+    """Return a text with its characters of two halves put together, and a mark for every half alone.
+
+    A half alone cannot be sent.
+    """
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def base_url(text: str) -> str:
-    """The base URL of a server, with ``/v1`` at its end.
+    """Return the base URL of a server, with ``/v1`` at its end.
 
     Raises:
         InputError: it is no URL of http or https.
@@ -124,10 +127,10 @@ def base_url(text: str) -> str:
 
 
 async def model_of(target: Target) -> str:
-    """The name of the server's first model.
+    """Return the name of the server's first model.
 
     Raises:
-        InputError: the server does not answer, or has none.
+        InputError: the server does not answer, asks for another key, or names no model.
     """
     try:
         async with target.client() as client:
@@ -177,14 +180,14 @@ async def ask(
 
 
 def failure(error: httpx.HTTPError) -> str:
-    """The kind of a failure to reach the server, or to hear its whole answer."""
+    """Return the kind of a failure to reach the server, or to hear its whole answer."""
     if isinstance(error, httpx.TimeoutException):
         return "timeout"
     return "no connection" if isinstance(error, httpx.ConnectError) else "connection lost"
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream.
+    """Yield the JSON objects of a stream.
 
     Raises:
         BrokenAnswerError: the stream ends too early, or has something else.
@@ -206,7 +209,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _shown(body: str) -> str:
-    """What the body of an error says, in one line."""
+    """Return what the body of an error says, in one line."""
     try:
         said = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -238,7 +241,7 @@ def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:
 
 
 def _tokens(number: Any) -> int:
-    """A server's number of tokens.
+    """Return a server's number of tokens.
 
     Raises:
         TypeError, ValueError, OverflowError: it is none.

@@ -10,12 +10,12 @@ SHARES = (50.0, 90.0, 99.0)
 
 
 def percentile(sorted_values: Sequence[float], share: float) -> float:
-    """The value below or at which this share in percent of all values lies."""
+    """Return the value below or at which this share in percent of all values lies; there has to be a value."""
     return sorted_values[max(0, math.ceil(share / 100 * len(sorted_values)) - 1)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum; nothing without values."""
+    """Return mean, percentiles and maximum; ``None`` without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -35,14 +35,14 @@ class Lengths:
 
     @classmethod
     def read(cls, text: str, name: str) -> Lengths:
-        """The distribution that a text describes: ``128`` always, ``64-512`` uniform, ``~200`` exponential.
+        """Return the distribution that a text describes: ``128`` always, ``64-512`` uniform, ``~200`` exponential.
 
         Args:
             text: the text.
             name: the argument that errors name.
 
         Raises:
-            InputError: the text describes none.
+            InputError: the text describes none, or a length is out of range.
         """
         found = _RULE.fullmatch(text.strip())
         if found is None or (found["mean"] and found["high"]):
@@ -59,7 +59,7 @@ class Lengths:
 
     @property
     def average(self) -> float:
-        """The mean of what is drawn: of short exponential lengths above `mean`, since no length is below 1."""
+        """Return the mean of what is drawn: of short exponential lengths above `mean`, since no length is below 1."""
         if self.mean is None:
             return (self.low + self.high) / 2
         ends = [math.exp(-(count + 0.5) / self.mean) for count in (1, self.most)]  # chances of more than so many
@@ -67,11 +67,11 @@ class Lengths:
 
     @property
     def most(self) -> int:
-        """The largest that is drawn."""
+        """Return the largest length that is drawn."""
         return self.high if self.mean is None else _TAIL * self.mean
 
     def draw(self, source: random.Random) -> int:
-        """A length."""
+        """Draw a length."""
         if self.mean is None:
             return source.randint(self.low, self.high)
         return min(_TAIL * self.mean, max(1, round(source.expovariate(1 / self.mean))))
@@ -155,7 +155,10 @@ class Load:
             raise InputError(f"`prefix_tokens={self.prefix_tokens}` is outside 0 … 10000000.")
 
     def warmup(self, requests: int) -> Load:
-        """So many requests like these, all at once. Their texts are others: a prefix cache would keep a file's."""
+        """Return a load of so many requests like these, all at once.
+
+        Their texts are others: a prefix cache would keep a file's.
+        """
         lines = tuple(
             line if line.text is None else replace(line, text=None, prompt_tokens=len(line.text.split()))
             for line in self.lines
@@ -164,7 +167,7 @@ class Load:
 
 
 def arrivals(load: Load) -> list[Arrival]:
-    """All conversations of a load, in the order of their arrival. Times between them are exponential."""
+    """Return all conversations of a load, in the order of their arrival. Times between them are exponential."""
     gaps, at, made = random.Random(load.seed), 0.0, []
     for number in range(load.requests):
         draw = random.Random(f"{load.seed} {number}")
@@ -175,7 +178,7 @@ def arrivals(load: Load) -> list[Arrival]:
 
 
 def _ask(load: Load, draw: random.Random, number: int, *, first: bool) -> Ask:
-    """The message of a number."""
+    """Return the message of a number."""
     line = load.lines[number % len(load.lines)] if load.lines else Line()
     text = line.text
     if text is None:
@@ -187,15 +190,15 @@ def _ask(load: Load, draw: random.Random, number: int, *, first: bool) -> Ask:
 
 
 def words(draw: random.Random, count: int) -> str:
-    """A text of so many short words."""
+    """Return a text of so many short words."""
     return " ".join(draw.choices(_WORDS, k=count))
 
 
 def read_lines(path: str | Path) -> tuple[Line, ...]:
-    """The lines of a JSONL file: ``{"prompt": "a text", "max_tokens": 64}`` or ``{"prompt_tokens": 512, ...}``.
+    """Read a JSONL file with lines ``{"prompt": "a text", "max_tokens": 64}`` or ``{"prompt_tokens": 512, ...}``.
 
     Raises:
-        InputError: the file cannot be read, or a line is of another kind.
+        InputError: the file cannot be read, has no line, or a line is of another kind.
     """
     found = [_line(where, fields) for where, fields in objects(path)]
     if not found:
@@ -214,7 +217,7 @@ def _line(where: str, fields: dict[str, Any]) -> Line:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text has no half of a character, which cannot be sent."""
+    """Return whether a text has no half of a character, which cannot be sent."""
     return text.encode("utf-8", "replace").decode() == text
 
 
@@ -242,7 +245,7 @@ def objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def length(where: str, fields: dict[str, Any], names: Sequence[str]) -> int | None:
-    """The number of tokens that has one of these names, the first one before the others; ``None``: there is none.
+    """Return the number of tokens under one of these names, an earlier one first; ``None`` if there is none.
 
     Raises:
         InputError: it is not a whole number of 1 or more.

@@ -58,7 +58,7 @@ async def send(
 async def _conversation(
     client: httpx.AsyncClient, target: Target, arrival: Arrival, planned: float
 ) -> AsyncIterator[RequestOutcome]:
-    """The turns of a conversation, each with all messages before it. A failure ends it."""
+    """Yield the outcomes of a conversation's turns, each sent with all messages before it. A failure ends it."""
     messages: list[dict[str, str]] = []
     before = 0
     for turn in arrival.turns:
@@ -77,7 +77,7 @@ async def _conversation(
 async def _session(
     client: httpx.AsyncClient, target: Target, arrival: Arrival, planned: float
 ) -> AsyncIterator[RequestOutcome]:
-    """The turns of a session of kvkeep, which is deleted at the end, whatever ends it."""
+    """Yield the outcomes of the turns of a session of kvkeep, which is deleted at the end, whatever ends it."""
     name = f"bench-{secrets.token_hex(8)}"
     own = replace(target, extra={**target.extra, "session_id": name})
     sent = time.perf_counter()  # the first turn waits for its session, so a slow server is no late client
@@ -110,7 +110,7 @@ async def _refused(client: httpx.AsyncClient, target: Target, name: str) -> str 
 
 
 def summary(outcomes: Sequence[RequestOutcome], *, seconds: float) -> dict[str, Any]:
-    """All numbers of a run.
+    """Return all numbers of a run.
 
     Times count from the moment at which a request was planned, so a client that is late hides no waiting.
 
