@@ -59,7 +59,7 @@ class Keys:
     chosen: Mapping[int, Bool[Tensor, "N Hk P"]]
 
     def others(self) -> Keys:
-        """All other keys."""
+        """Return all other keys, those past the end of a text included."""
         return Keys({layer: ~keys for layer, keys in self.chosen.items()})
 
 
@@ -77,19 +77,33 @@ class Totals:
     lengths: Int[Tensor, " N"]
 
     def heaviest(self, share: float) -> Keys:
-        """The keys with the largest totals: ``floor(share · length)`` of each head; of equals the newer."""
+        """Return the keys with the largest totals: ``floor(share · length)`` of each head; of equals the newer.
+
+        Raises:
+            InputError: the share is outside [0, 1].
+        """
         return self._largest(self.mass, share)
 
     def lightest(self, share: float) -> Keys:
-        """As many keys with the smallest totals."""
+        """Return as many keys with the smallest totals.
+
+        Raises:
+            InputError: the share is outside [0, 1].
+        """
         return self._largest({layer: -mass for layer, mass in self.mass.items()}, share)
 
     def drawn(self, share: float, *, seed: int = 0) -> Keys:
-        """As many random keys, keyed by (seed, text, layer, head, position)."""
+        """Return as many random keys, keyed by (seed, text, layer, head, position).
+
+        Raises:
+            InputError: the share is outside [0, 1].
+        """
         return self._largest({layer: _draw(mass, layer, seed) for layer, mass in self.mass.items()}, share)
 
     def of(self, view: View) -> Float[Tensor, "B Hk S"]:
-        """The totals of the tokens in a layer's slots; a row's text has the number of its sequence id.
+        """Return the totals of the tokens in a layer's slots.
+
+        A row's text has the number of its sequence id; if one text alone was measured, it is that of every row.
 
         Raises:
             InputError: the layer, head, text or token was not measured.
@@ -152,11 +166,15 @@ class H2OGlobal(HeavyHitters):
     statistic: ClassVar[Nothing] = Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Store the total of each token."""
+        """Return the state: the total of each token.
+
+        Raises:
+            InputError: see `Totals.of`.
+        """
         return {"mass": self.totals.of(view)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The totals."""
+        """Return the totals."""
         return state["mass"]
 
 
@@ -176,7 +194,7 @@ class MassTotals(OnePass):
     mass: Float[Tensor, "B Hk T"]
 
     def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Causal attention; keep the sums."""
+        """Attend causally, and keep the sums."""
         positions, backend = step.positions, choose(step.query.device, step.query.dtype)
         slots = Slots(step.keys, step.values, positions[:, None])
         out, report = backend.attend(AttentionInputs(step.query, slots, positions, step.options, Mass()))
@@ -199,7 +217,7 @@ class HiddenKeys(OnePass):
         self._hidden, self._recent = hidden, recent
 
     def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Causal attention, a block of rows at a time, in float64.
+        """Attend causally, a block of rows at a time, in float64.
 
         Raises:
             ShapeError: keys were chosen for other texts or another model.
@@ -218,7 +236,11 @@ class HiddenKeys(OnePass):
         return torch.cat(out, dim=2).to(query.dtype)
 
     def _by_column(self, positions: Int[Tensor, "B T"], heads: int) -> Bool[Tensor, "B Hk T"]:
-        """Which columns hold a hidden key."""
+        """Return which columns hold a hidden key.
+
+        Raises:
+            ShapeError: keys were chosen for other texts or another model.
+        """
         N, Hk, P = self._hidden.shape
         if len(positions) != N or Hk != heads or int(positions.max()) >= P:
             raise ShapeError(
@@ -230,7 +252,7 @@ class HiddenKeys(OnePass):
 
 
 def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] | None = None) -> Totals:
-    """The first pass: run whole texts under full attention.
+    """Run whole texts under full attention, the first pass, and return the totals.
 
     Args:
         model: the model.
@@ -249,7 +271,7 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
 
 
 def without(model: Attached, keys: Keys, *, recent: int = 0) -> PhasedCache:
-    """A cache for one forward pass over whole texts in which some keys are hidden.
+    """Return a cache for one forward pass over whole texts in which some keys are hidden.
 
     This is the ablation of H2O's Figure 2c: the logits of the hidden keys are minus infinity for every later row.
 

@@ -44,21 +44,21 @@ class KVzip(Policy):
     slots: ClassVar[Mapping[str, float]] = {"peak": 0.0}
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return the sinks and the recent window."""
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def wants(self, view: View) -> Statistic:
-        """The largest probabilities, of tokens that are read again."""
+        """Return the statistic needed: the largest probabilities, of tokens that are read again."""
         return Peak() if view.phase is Phase.PROBE else Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Take the largest probability so far."""
+        """Return the state: the largest probability so far."""
         if view.phase is not Phase.PROBE:
             return state
         return {"peak": torch.maximum(state["peak"], report.sums["peak"])}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The largest probability; afterwards an order that keeps the chosen tokens."""
+        """Return the largest probability; afterwards an order that keeps the chosen tokens."""
         return slide(view, self.protected(view.budget)[1]) if view.is_decode else state["peak"]
 
 
@@ -78,7 +78,8 @@ def read(
     Raises:
         BudgetError: the budget, or the chunk, is out of range, or less than what is protected.
         InputError: there is no text.
-        UnsupportedModelError: the model has layers with a state, which a second reading would change.
+        UnsupportedModelError: the model has layers with a state, which a second reading would change, or with a
+            sliding window.
     """
     policy, budget = policy or KVzip(), check_one(budget)
     policy.check(budget)
