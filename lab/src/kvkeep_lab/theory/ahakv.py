@@ -19,7 +19,7 @@ from kvkeep_lab.theory.loops import Row, Vector, attend, dot, total
 
 
 def gain(i: int, k: int, *, clamp: bool = True) -> float:
-    """``λ √d`` of Equation 12: the factor on logits that are already divided by ``√d``, for ``i`` tokens.
+    """Return ``λ √d`` of Equation 12: the factor on logits that are already divided by ``√d``, for ``i`` tokens.
 
     With ``clamp`` it is at least 1, since a smaller gain would flatten. Without ``clamp`` it is 0 up to ``i = k``,
     where the formula ends.
@@ -29,16 +29,16 @@ def gain(i: int, k: int, *, clamp: bool = True) -> float:
 
 
 def sg_softmax(row: Row, gain: float) -> dict[int, float]:
-    """Equation 9 with its lost exponential, from a row of ordinary softmax: ``p^gain``, normalised."""
+    """Return Equation 9 with its lost exponential, from a row of ordinary softmax: ``p^gain``, normalised."""
     raised = {j: p**gain for j, p in row.items()}
     whole = sum(raised.values())
     return {j: p / whole for j, p in raised.items()}
 
 
 def value_prior(V: Sequence[Vector], kernel: int = 5) -> list[float]:
-    """``γ̄`` of Equations 13 and 14: squared norms under a mean filter of odd width, divided by the largest.
+    """Return ``γ̄`` of Equations 13 and 14: squared norms under a mean filter of odd width, divided by the largest.
 
-    At both ends the mean covers the values that exist.
+    At both ends the mean covers the values that exist. Not all values may be 0.
     """
     nu = [dot(value, value) for value in V]
     half = kernel // 2
@@ -48,12 +48,12 @@ def value_prior(V: Sequence[Vector], kernel: int = 5) -> list[float]:
 
 
 def refine(F: Row, V: Sequence[Vector], kernel: int = 5) -> dict[int, float]:
-    """``F̂`` of Equation 15: the scores times the prior of their values ``V``, which are in order of position."""
+    """Return ``F̂`` of Equation 15: the scores times the prior of their values ``V``, in order of position."""
     return {j: F[j] * weight for j, weight in zip(sorted(F), value_prior(V, kernel), strict=True)}
 
 
 def top_k(F: Mapping[int, float], S: Sequence[int], *, B: int, B_r: int) -> list[int]:
-    """The ``B_r`` newest of the kept tokens ``S`` and the ``B - B_r`` others with the largest scores.
+    """Return the ``B_r`` newest of the kept tokens ``S`` and the ``B - B_r`` others with the largest scores.
 
     Of equal scores the older token is evicted.
     """
@@ -63,7 +63,10 @@ def top_k(F: Mapping[int, float], S: Sequence[int], *, B: int, B_r: int) -> list
 
 
 def prefill_scores(rows: Sequence[Row], V: Sequence[Vector], *, B: int, B_r: int, kernel: int = 5) -> dict[int, float]:
-    """``F̂_s`` of a prompt (lines 5 to 10): SG-softmax of its last ``B_r`` rows, summed, times the value prior."""
+    """Return ``F̂_s`` of a prompt (lines 5 to 10): SG-softmax of its last ``B_r`` rows, times the value prior.
+
+    The rows are summed first.
+    """
     steep = gain(len(rows), B)
     F = total(sg_softmax(row, steep) for row in rows[max(0, len(rows) - B_r) :])
     return refine(F, V, kernel)
@@ -80,7 +83,7 @@ def algorithm_1(
     kernel: int = 5,
     scaling: float,
 ) -> Iterator[list[int]]:
-    """Prefill and generation. Yields ``S`` after the ``prompt`` first tokens, and after each later one."""
+    """Yield ``S`` of prefill and generation: after the ``prompt`` first tokens, and after each later one."""
     S = list(range(prompt))
     rows = [attend(Q[i], K, S[: i + 1], scaling) for i in S]
     F = prefill_scores(rows, V[:prompt], B=B, B_r=B_r, kernel=kernel)
@@ -98,13 +101,13 @@ def algorithm_1(
 
 
 def harmonic(n: int) -> Float[Tensor, " m"]:
-    """``H_0, H_1, …, H_n``."""
+    """Return ``H_0, H_1, …, H_n``."""
     terms = 1.0 / torch.arange(1, n + 1, dtype=torch.float64)
     return torch.cat([torch.zeros(1, dtype=torch.float64), terms.cumsum(dim=0)])
 
 
 def expected_mass(n: int, *, rows: int | None = None) -> Float[Tensor, " n"]:
-    """``E[S_j]`` of exchangeable attention, summed over the last ``rows`` of ``n`` rows (by default all).
+    """Return ``E[S_j]`` of exchangeable attention, summed over the last ``rows`` of ``n`` rows (by default all).
 
     Over all rows it is ``H_n - H_{j-1}``, which falls by ``1 / j``. Over the last rows it is the same for all older
     tokens.
@@ -115,12 +118,12 @@ def expected_mass(n: int, *, rows: int | None = None) -> Float[Tensor, " n"]:
 
 
 def expected_average(n: int) -> Float[Tensor, " n"]:
-    """``E[S_j]`` divided by the number of rows that see ``j``: flatter, but still falling."""
+    """Return ``E[S_j]`` divided by the number of rows that see ``j``: flatter, but still falling."""
     return expected_mass(n) / torch.arange(n, 0, -1)
 
 
 def random_attention(n: int, d: int, runs: int, generator: torch.Generator) -> Float[Tensor, "runs n n"]:
-    """Causal attention of queries and keys with independent standard normal components."""
+    """Return causal attention of queries and keys with independent standard normal components."""
     q = torch.randn(runs, n, d, generator=generator, dtype=torch.float64)
     k = torch.randn(runs, n, d, generator=generator, dtype=torch.float64)
     logits = (q @ k.mT) / math.sqrt(d)
@@ -129,30 +132,33 @@ def random_attention(n: int, d: int, runs: int, generator: torch.Generator) -> F
 
 
 def random_logits(i: int, d: int, rows: int, generator: torch.Generator) -> Float[Tensor, "rows i"]:
-    """Scaled logits ``Q K^T / √d`` of ``rows`` queries on ``i`` keys with standard normal components."""
+    """Return scaled logits ``Q K^T / √d`` of ``rows`` queries on ``i`` keys with standard normal components."""
     q = torch.randn(rows, d, generator=generator, dtype=torch.float64)
     k = torch.randn(i, d, generator=generator, dtype=torch.float64)
     return (q @ k.T) / math.sqrt(d)
 
 
 def entropy(logits: Float[Tensor, "*rows i"]) -> Float[Tensor, "*rows"]:
-    """``H_i`` of the softmax by Equation 7, with both sums over the whole row: ``log Σ e^w - Σ w e^w / Σ e^w``."""
+    """Return ``H_i`` of the softmax by Equation 7, both sums over the whole row: ``log Σ e^w - Σ w e^w / Σ e^w``."""
     return logits.logsumexp(dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)
 
 
 def mean_entropy(i: int, variance: float, rows: int, generator: torch.Generator) -> float:
-    """The mean entropy of rows with ``i`` independent normal logits."""
+    """Return the mean entropy of rows with ``i`` independent normal logits."""
     logits = math.sqrt(variance) * torch.randn(rows, i, generator=generator, dtype=torch.float64)
     return float(entropy(logits).mean())
 
 
 def expected_entropy(i: int, variance: float) -> float:
-    """Equation 8 with the variance of the logits, ``log i - σ²/2``; the paper prints ``d``, their variance unscaled."""
+    """Return ``log i - σ²/2``: Equation 8 with the variance of the logits.
+
+    The paper prints ``d``, their variance unscaled.
+    """
     return math.log(i) - variance / 2
 
 
 def entropy_correction(i: int, variance: float) -> float:
-    """The next term in ``1 / i`` of the expansion that `expected_entropy` starts.
+    """Return the next term in ``1 / i`` of the expansion that `expected_entropy` starts.
 
     It is useful while ``e^{σ²}`` is far below ``i``; where it is as large as 1, the approximation has ended.
     """
@@ -161,5 +167,8 @@ def entropy_correction(i: int, variance: float) -> float:
 
 
 def printed_scale(i: int, k: int, d: int) -> float:
-    """``λ`` of Equation 12, the factor on logits that were not divided by ``√d``."""
+    """Return ``λ`` of Equation 12, the factor on logits that were not divided by ``√d``.
+
+    It has no value for ``i`` below ``k``.
+    """
     return math.sqrt(2 * math.log(i / k) / d)

@@ -16,12 +16,12 @@ _TESTS = "lab/tests/theory/test_ahakv.py::test_"
 
 
 def generator() -> torch.Generator:
-    """A generator with the fixed seed of all checks."""
+    """Return a generator with the fixed seed of all checks."""
     return torch.Generator().manual_seed(0)
 
 
 def _standard_errors(drawn: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance in standard errors between the mean over draws (the first axis) and the expectation."""
+    """Return the largest distance, in standard errors, of the mean over draws (the first axis) from the expectation."""
     error = drawn.std(dim=0) / math.sqrt(drawn.shape[0])
     return float(((drawn.mean(dim=0) - expected).abs() / error).amax())
 
@@ -41,7 +41,7 @@ def _bias() -> ClaimOutcome:
 
 
 def recent_rows(attention: torch.Tensor, r: int, *, printed: bool) -> torch.Tensor:
-    """The rows that Equation 5 sums: ``n - r … n`` as printed, which are ``r + 1``, or the ``r`` newest."""
+    """Return the rows that Equation 5 sums: ``n - r … n`` as printed, which are ``r + 1``, or the ``r`` newest."""
     n = attention.shape[-1]
     return attention[..., n - r - int(printed) :, :]
 

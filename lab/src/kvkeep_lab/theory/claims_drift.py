@@ -15,7 +15,7 @@ _TESTS = "lab/tests/theory/test_drift.py::test_"
 
 
 def contracting(qk: float, g: torch.Generator, *, d: int = 16, mlp: float = 0.5) -> Transformer:
-    """A transformer that just meets Theorem 4.1's condition, with ``λ_Q λ_K = qk`` and ``λ_1 λ_2 = mlp``."""
+    """Return a transformer that just meets Theorem 4.1's condition, with ``λ_Q λ_K = qk`` and ``λ_1 λ_2 = mlp``."""
     vo = 0.5 / ((1 + mlp) * (1 + qk))
     Q, K, V, O = (random_matrix(d, d, norm**0.5, g) for norm in (qk, qk, vo, vo))  # noqa: E741
     return Transformer(Q, K, V, O, random_matrix(2 * d, d, mlp**0.5, g), random_matrix(d, 2 * d, mlp**0.5, g))
@@ -23,7 +23,7 @@ def contracting(qk: float, g: torch.Generator, *, d: int = 16, mlp: float = 0.5)
 
 @functools.cache
 def _runs() -> list[Drift]:
-    """Runs under three sizes of weights: a prompt of 12 unit vectors, 48 new tokens, 20 of 59 keys at the end."""
+    """Return runs under three sizes of weights: 12 unit vectors as prompt, 48 new tokens, 20 of 58 keys at the end."""
     g = torch.Generator().manual_seed(0)
     found = []
     for qk in (1.0, 10.0, 100.0):

@@ -46,7 +46,7 @@ TINY = 1e-12
 
 
 def gauss(n: int, d: int, seed: int, *, scale: float = 1.0) -> list[Vector]:
-    """``n`` random vectors with ``d`` normal components each."""
+    """Return ``n`` random vectors with ``d`` normal components each."""
     noise = random.Random(seed)
     return [[noise.gauss(0.0, scale) for _ in range(d)] for _ in range(n)]
 

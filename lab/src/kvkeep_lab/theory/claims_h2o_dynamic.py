@@ -36,13 +36,13 @@ def _fixed(*weights: float) -> Dynamic:
 
 @cache
 def _sums(*, printed: bool = False) -> list[Guarantee]:
-    """Runs that decide by the attention received so far, with all keys present."""
+    """Return runs that decide by the attention received so far, with all keys present."""
     return [measure(exact(*_head(seed)), TOKENS, BUDGET, printed=printed) for seed in range(RUNS)]
 
 
 @cache
 def _rows() -> list[Guarantee]:
-    """Runs that decide by the newest row alone."""
+    """Return runs that decide by the newest row alone."""
     return [measure(current(*_head(seed)), TOKENS, BUDGET) for seed in range(RUNS)]
 
 

@@ -30,7 +30,7 @@ ENOUGH = 200.0 * math.e
 
 
 def point(d: int, seed: int, *, norm: float = 1.0) -> Tensor:
-    """A random point at a distance of ``norm`` from the origin."""
+    """Return a random point at a distance of ``norm`` from the origin."""
     x = torch.randn(d, generator=torch.Generator().manual_seed(1000 + seed), dtype=torch.float64)
     return x * (norm / float(x.norm()))
 
@@ -41,7 +41,7 @@ def _problems() -> Iterator[tuple[SoftmaxRegression, Tensor]]:
 
 
 def _differences(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Central differences; the last axis is the coordinate of x."""
+    """Return central differences; the last axis is the coordinate of x."""
     shifts = 1e-5 * torch.eye(len(x), dtype=torch.float64)
     return torch.stack([(function(x + shift) - function(x - shift)) / 2e-5 for shift in shifts], dim=-1)
 
@@ -139,7 +139,7 @@ def _part_2() -> ClaimOutcome:
     """If w_i² ≥ 200 exp(R²) + l/σ_min(A)², W² is the inner matrix to a tenth."""
 
     def share(problem: SoftmaxRegression, x: Tensor) -> float:
-        """How far W² is from the inner matrix, as a share of the latter."""
+        """Return how far W² is from the inner matrix, as a share of the latter."""
         weights = problem.w.square()
         root = weights.rsqrt()
         spectrum = torch.linalg.eigvalsh(root[:, None] * (problem.inner(x) + weights.diag()) * root)
@@ -153,7 +153,7 @@ def _part_2() -> ClaimOutcome:
 
 
 def _lipschitz(change: Callable[[SoftmaxRegression, Tensor], Tensor], bound: Callable[[float], float]) -> float:
-    """The largest ratio of a change between two points to its bound."""
+    """Return the largest ratio of a change between two points to its bound."""
     worst = 0.0
     for seed in range(40):
         radius = (0.3, 1.0, 2.0)[seed % 3]
@@ -183,7 +183,7 @@ def _hessian_lipschitz() -> ClaimOutcome:
 
 
 def _start() -> tuple[SoftmaxRegression, Tensor, Tensor]:
-    """A problem, its minimum and a point at a distance of 0.3."""
+    """Return a problem, its minimum and a point at a distance of 0.3."""
     problem = draw(12, 3, radius=1.0, least=ENOUGH, seed=0)
     best = minimum(problem)
     return problem, best, best + 0.3 * point(3, 0)

@@ -19,18 +19,18 @@ ROUNDING = 1e-12
 
 
 def generator() -> torch.Generator:
-    """A generator with the fixed seed of all checks."""
+    """Return a generator with the fixed seed of all checks."""
     return torch.Generator().manual_seed(0)
 
 
 def simple(d: int) -> Transformer:
-    """A transformer with identities for all weights and no MLP."""
+    """Return a transformer with identities for all weights and no MLP."""
     one, nothing = torch.eye(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
     return Transformer(one, one, one, one, nothing, nothing)
 
 
 def pivotal_step(g: torch.Generator, d: int = 64, before: int = 24) -> transformer.TokenStep:
-    """A step that meets the premises of Theorem 3.1.
+    """Return a step that meets the premises of Theorem 3.1.
 
     Tokens are nearly orthogonal, weights are identities but for ``W_Q``, and the MLP is small.
     """
@@ -123,7 +123,7 @@ def _lemma_b3() -> ClaimOutcome:
 
 
 def _opposite() -> drift.Drop:
-    """Half of the attention dropped, with a token opposite to the one that stays."""
+    """Drop half of the attention, with a token opposite to the one that stays."""
     X = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     x = torch.tensor([0.0, 1.0], dtype=torch.float64)
     return drift.lemma_b4(simple(2), x, X, torch.tensor([True, False]))
@@ -182,7 +182,7 @@ def _similarity() -> ClaimOutcome:
 
 
 def kv_gib(layers: int, width: int) -> float:
-    """The KV cache in GiB of 128 sequences of 2 048 tokens in float16."""
+    """Return the KV cache in GiB of 128 sequences of 2 048 tokens in float16."""
     return 128 * full_bytes([LayerShape(1, width, width)] * layers, 2048, 2) / 2**30
 
 

@@ -22,19 +22,24 @@ from kvkeep_lab.theory.transformer import Transformer, largest
 
 
 def contraction(model: Transformer) -> float:
-    """``λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K)``, which the theorem requires to be at most 1/2."""
+    """Return ``λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K)``, which the theorem requires to be at most 1/2."""
     return output_gain(model) * (1 + largest(model.Q) * largest(model.K))
 
 
 def output_gain(model: Transformer) -> float:
-    """``λ_V λ_O (1 + λ_1 λ_2)``: the largest factor between a generated token's length and that of earlier tokens."""
+    """Return ``λ_V λ_O (1 + λ_1 λ_2)``.
+
+    It is the largest factor between a generated token's length and that of earlier tokens.
+    """
     return largest(model.V) * largest(model.O) * (1 + largest(model.one) * largest(model.two))
 
 
 def lemma_b3(
     model: Transformer, X: Float[Tensor, "t D"], Y: Float[Tensor, "t D"], *, printed: bool = False
 ) -> tuple[float, float]:
-    """Both sides of the bound on the change of attention when tokens move: ``x_t`` on ``x_1 … x_{t-1}`` against ``y``.
+    """Return both sides of the bound on the change of attention when tokens move.
+
+    The attention is that of ``x_t`` on ``x_1 … x_{t-1}``, against ``y``.
 
     ``Δ_t`` is the largest distance of any of the ``t`` tokens; as printed, the distance of the last one alone.
     """
@@ -74,7 +79,7 @@ def lemma_b4(model: Transformer, x: Float[Tensor, " D"], X: Float[Tensor, "P D"]
 
 
 def lemma_b5(model: Transformer, x: Float[Tensor, " D"], z: Float[Tensor, " D"]) -> tuple[float, float]:
-    """Both sides of ``‖F(x) - F(z)‖ ≤ (1 + λ_1 λ_2) ‖x - z‖``."""
+    """Return both sides of ``‖F(x) - F(z)‖ ≤ (1 + λ_1 λ_2) ‖x - z‖``."""
     slope = 1 + largest(model.one) * largest(model.two)
     return float((model.mlp(x) - model.mlp(z)).norm()), slope * float((x - z).norm())
 
@@ -137,11 +142,14 @@ class PowerLaw:
         return math.pow(self.b, 1 - self.k) - math.pow(self.u, 1 - self.k)
 
     def quantile(self, p: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-        """The value that a share ``p`` of all draws lies below."""
+        """Return the value that a share ``p`` of all draws lies below."""
         return (math.pow(self.b, 1 - self.k) - p * self._mass).pow(1 / (1 - self.k)) - self.b
 
     def partial_mean(self, x: float) -> float:
-        """``∫_0^x v f(v) dv``, the part of the mean from draws below ``x``: ``c`` times the paper's ``g(x) - g(0)``."""
+        """Return ``∫_0^x v f(v) dv``, the part of the mean from draws below ``x``.
+
+        It is ``c`` times the paper's ``g(x) - g(0)``.
+        """
         k, b = self.k, self.b
         if math.isinf(x):
             return math.pow(b, 2 - k) / ((k - 2) * self._mass)
@@ -149,58 +157,61 @@ class PowerLaw:
 
     @property
     def mean(self) -> float:
-        """The mean of a draw, ``Δ / (k - 2)`` in the paper."""
+        """Return the mean of a draw, ``Δ / (k - 2)`` in the paper."""
         return self.partial_mean(self.u - self.b)
 
     @property
     def delta_ratio(self) -> float:
-        """``Δ / b``; the paper shows an upper bound of 0.98 and uses it as a lower bound."""
+        """Return ``Δ / b``; the paper shows an upper bound of 0.98 and uses it as a lower bound."""
         return self.mean * (self.k - 2) / self.b
 
     @property
     def printed_delta_ratio(self) -> float:
-        """``Δ / b`` by the closed form at the end of the paper's proof."""
+        """Return ``Δ / b`` by the closed form at the end of the paper's proof; NaN without an upper end."""
         k, b, u = self.k, self.b, self.u
         return 1.0 - (k - 1) * math.pow(u / b, 1 - k) * (b - u) / self._mass / b
 
     def dropped_mass(self, q: float) -> float:
-        """The share of all mass in the smallest ``1 - q`` of the draws, for many draws."""
+        """Return the share of all mass in the smallest ``1 - q`` of the draws, for many draws."""
         edge = float(self.quantile(torch.tensor(1.0 - q, dtype=torch.float64)))
         return self.partial_mean(edge) / self.mean
 
     def sampled_dropped_mass(self, q: float, n: int, runs: int, generator: torch.Generator) -> Float[Tensor, " runs"]:
-        """The same share measured over ``n`` draws, in each of ``runs`` runs."""
+        """Return the same share measured over ``n`` draws, in each of ``runs`` runs."""
         v = self.quantile(torch.rand(runs, n, generator=generator, dtype=torch.float64)).sort(dim=1).values
         return v[:, : n - round(q * n)].sum(dim=1) / v.sum(dim=1)
 
 
 def dropped_mass(q: float, k: float) -> float:
-    """``M(q)``: the dropped mass of many draws without an upper end (``u → ∞``), in closed form."""
+    """Return ``M(q)``: the dropped mass of many draws without an upper end (``u → ∞``), in closed form."""
     return 1.0 + (k - 2) * q - (k - 1) * math.pow(q, (k - 2) / (k - 1))
 
 
 def bracket(q: float, k: float, epsilon: float = 0.0) -> float:
-    """``k - (k - 1) ((1 - ε) / (q - ε))^{1/(k-1)}``, the last factor of Equations 4 and 11."""
+    """Return ``k - (k - 1) ((1 - ε) / (q - ε))^{1/(k-1)}``, the last factor of Equations 4 and 11.
+
+    ``q`` is above ``ε``.
+    """
     return k - (k - 1) * math.pow((1 - epsilon) / (q - epsilon), 1 / (k - 1))
 
 
 def printed_dropped_mass(q: float, k: float, epsilon: float = 0.0) -> float:
-    """The right side of Equation 11: the printed bound on the dropped mass."""
+    """Return the right side of Equation 11: the printed bound on the dropped mass."""
     return (1 - q) / (0.98 * (1 - epsilon) ** 2) * bracket(q, k, epsilon)
 
 
 def printed_error(q: float, k: float, epsilon: float = 0.0) -> float:
-    """The right side of Equation 4: the printed bound on ``E‖x_t - x̃_t‖``."""
+    """Return the right side of Equation 4: the printed bound on ``E‖x_t - x̃_t‖``."""
     return 2.1 * (1 - q) / (1 - epsilon) ** 2 * bracket(q, k, epsilon)
 
 
 def bracket_root(k: float) -> float:
-    """The share ``q`` at which the bracket is 0 without ``ε``; below it the printed bound is negative."""
+    """Return the share ``q`` at which the bracket is 0 without ``ε``; below it the printed bound is negative."""
     return math.pow((k - 1) / k, k - 1)
 
 
 def line_before(q: float, k: float, *, delta_ratio: float = 1.0, epsilon: float = 0.0) -> float:
-    """The proof's last line but one: ``b (1 - q) / Δ(1-ε)² - (k - 1)(q - ε) γ / Δ(1-ε)²`` with its ``γ``.
+    """Return the proof's last line but one: ``b (1 - q) / Δ(1-ε)² - (k - 1)(q - ε) γ / Δ(1-ε)²`` with its ``γ``.
 
     The printed last line subtracts ``1 - q`` times the same factor instead of ``q - ε`` times. That is less, and so
     still a bound, only if half of the tokens or more stay.
@@ -210,24 +221,25 @@ def line_before(q: float, k: float, *, delta_ratio: float = 1.0, epsilon: float 
 
 
 def printed_failure(q: float, epsilon: float, t: int) -> float:
-    """The printed bound on the probability that too few of ``t - 1`` draws fall below ``γ``."""
+    """Return the printed bound on the probability that too few of ``t - 1`` draws fall below ``γ``."""
     return math.exp(-2 * (t - 1) * (1 - q) ** 2 / (1 - epsilon) ** 2)
 
 
 def hoeffding_failure(q: float, epsilon: float, t: int) -> float:
-    """Hoeffding's bound on the same probability; it has the ``ε²`` that the printed exponent has lost."""
+    """Return Hoeffding's bound on the same probability; it has the ``ε²`` that the printed exponent has lost."""
     return math.exp(-2 * (t - 1) * epsilon**2 * (1 - q) ** 2 / (1 - epsilon) ** 2)
 
 
 def sampled_failure(q: float, epsilon: float, t: int, runs: int, generator: torch.Generator) -> float:
-    """The frequency of fewer than ``(1 - q)(t - 1)`` of ``t - 1`` draws below ``γ``, each with chance
-    ``(1-q)/(1-ε)``.
+    """Return how often fewer than ``(1 - q)(t - 1)`` of ``t - 1`` draws fall below ``γ``.
+
+    Each does so with chance ``(1-q)/(1-ε)``.
     """
     below = torch.rand(runs, t - 1, generator=generator, dtype=torch.float64) < (1 - q) / (1 - epsilon)
     return float((below.sum(dim=1) < (1 - q) * (t - 1)).double().mean())
 
 
 def printed_probability(law: PowerLaw, q: float, epsilon: float, *, t_min: int, t_max: int) -> float:
-    """The probability with which Theorem 4.1 claims its bound; a value of 0 or less claims nothing."""
+    """Return the probability with which Theorem 4.1 claims its bound; a value of 0 or less claims nothing."""
     spread = (epsilon * law.b) ** 2 * (t_min - 1) / ((law.k - 2) * (law.u - law.b)) ** 2
     return 1.0 - t_max * math.exp(-spread) - t_max * printed_failure(q, epsilon, t_min)

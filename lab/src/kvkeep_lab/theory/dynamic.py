@@ -25,7 +25,7 @@ Dynamic: TypeAlias = Callable[[Set, int], SetFunction]
 
 
 def exact(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]) -> Dynamic:
-    """``h`` of the attention that a set has received in the rows up to i, with all keys present (Definition D.9).
+    """Return ``h`` of the attention that a set has received in rows up to i, with all keys present (Definition D.9).
 
     The history has no influence on it.
     """
@@ -37,7 +37,7 @@ def exact(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]) 
 
 
 def tracked(Q: Sequence[Vector], K: Sequence[Vector], k: int, h: Rising = CONCAVE["sum"]) -> Dynamic:
-    """The same with only the cache's keys present (Definition D.10): ``õ`` of Algorithm 2 as it is meant.
+    """Return the same with only the cache's keys present (Definition D.10): ``õ`` of Algorithm 2 as it is meant.
 
     The rows before i come from the run of Algorithm 2 with budget ``k``, row i from a cache ``Z``.
     """
@@ -57,7 +57,7 @@ def tracked(Q: Sequence[Vector], K: Sequence[Vector], k: int, h: Rising = CONCAV
 
 
 def current(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]) -> Dynamic:
-    """Line 10 of Algorithm 1: ``h`` of the attention that a set receives in row i alone, from a cache ``Z``."""
+    """Return line 10 of Algorithm 1: ``h`` of the attention that a set receives in row i alone, from a cache ``Z``."""
 
     @cache
     def score(Z: Set, i: int) -> SetFunction:
@@ -67,7 +67,7 @@ def current(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]
 
 
 def _row(Q: Sequence[Vector], K: Sequence[Vector], visible: Sequence[int], i: int) -> dict[int, float]:
-    """Row i over the visible tokens, which count from 1."""
+    """Return row i over the visible tokens, which count from 1."""
     return {s + 1: o for s, o in attend(Q[i - 1], K, [s - 1 for s in visible], 1.0).items()}
 
 
@@ -79,7 +79,9 @@ def _score(weights: dict[int, float], h: Rising) -> SetFunction:
 
 
 def expand(f: Dynamic, S: Set, i: int, k: int, *, keep_newest: bool = False) -> Set:
-    """Definition D.20: ``S_{i+1}`` is ``S_i ∪ {i}`` without the ``v`` whose absence leaves the largest ``f_{S_i,i}``.
+    """Return ``S_{i+1}`` of Definition D.20: ``S_i ∪ {i}``, without one token ``v`` if the cache is full.
+
+    It is the ``v`` whose absence leaves the largest ``f_{S_i,i}``; of equals the oldest.
 
     Args:
         f: the function that decides.
@@ -95,7 +97,7 @@ def expand(f: Dynamic, S: Set, i: int, k: int, *, keep_newest: bool = False) -> 
 
 
 def run(f: Dynamic, n: int, k: int) -> list[Set]:
-    """``S_1, …, S_{n+1}`` at the indices 1 to n + 1; index 0 is empty as well."""
+    """Return ``S_1, …, S_{n+1}`` at the indices 1 to n + 1; index 0 is empty as well."""
     sets = [EMPTY, EMPTY]
     for i in range(1, n + 1):
         sets.append(expand(f, sets[i], i, k))
@@ -103,7 +105,7 @@ def run(f: Dynamic, n: int, k: int) -> list[Set]:
 
 
 def opt(f: Dynamic, i: int, k: int) -> float:
-    """``opt_i`` of Definition D.27, by trying every admissible pair of a history ``X`` and a set ``Y``."""
+    """Return ``opt_i`` of Definition D.27, by trying every admissible pair of a history ``X`` and a set ``Y``."""
     best = -math.inf
     for X in _at_most(i - 1, k):
         score = f(X, i)
@@ -113,7 +115,7 @@ def opt(f: Dynamic, i: int, k: int) -> float:
 
 
 def _at_most(n: int, k: int) -> Iterator[Set]:
-    """Subsets of ``[n]`` with up to ``k`` elements."""
+    """Yield the subsets of ``[n]`` with up to ``k`` elements."""
     for size in range(min(n, k) + 1):
         yield from map(frozenset, itertools.combinations(range(1, n + 1), size))
 
@@ -143,7 +145,7 @@ class DynamicStep:
 
     @property
     def holds(self) -> bool:
-        """Whether the value reaches the bound."""
+        """Return whether the value reaches the bound, to rounding."""
         return self.value >= self.bound - 1e-12 * max(1.0, abs(self.best))
 
 
@@ -169,7 +171,7 @@ class Guarantee:
 
     @property
     def needed(self) -> float:
-        """The largest θ and γ that Theorem D.32 allows: ``α / (10 n)`` with ``α = 1``."""
+        """Return the largest θ and γ that Theorem D.32 allows: ``α / (10 n)`` with ``α = 1``."""
         return 1.0 / (10.0 * (len(self.steps) + 1))
 
 
@@ -206,7 +208,7 @@ def measure(f: Dynamic, n: int, k: int, *, approximate: Dynamic | None = None, p
 
 
 def _loss(now: float, before: float) -> float:
-    """The share of ``before`` that is missing in ``now``."""
+    """Return the share of ``before`` that is missing in ``now``; 0 if ``before`` is not positive."""
     return 1.0 - now / before if before > 0.0 else 0.0
 
 
@@ -215,5 +217,5 @@ def _largest(values: Iterator[float]) -> float:
 
 
 def theorem_bound(best: float, alpha: float, beta: float) -> float:
-    """Theorem D.32: ``(1 - 1/e)(1 - α) opt_i - β``."""
+    """Return the bound of Theorem D.32: ``(1 - 1/e)(1 - α) opt_i - β``."""
     return GREEDY * (1.0 - alpha) * best - beta

@@ -29,7 +29,7 @@ CONCAVE: Mapping[str, Rising] = {
 def h2_eviction(
     Q: Sequence[Vector], K: Sequence[Vector], k: int, *, scaling: float = 1.0, h: Rising = CONCAVE["sum"]
 ) -> Iterator[list[int]]:
-    """Algorithms 1 and 2 as they are meant: Algorithm 1 with ``h(z) = z``, Algorithm 2 with any other concave ``h``.
+    """Run Algorithms 1 and 2 as they are meant: the first with ``h(z) = z``, the second with any other concave ``h``.
 
     Token i attends over ``S_{i-1} ∪ {i}``, so it has a score of its own. Scores accumulate from the first token on. The
     evicted element is the one whose absence gives the largest ``F``.
@@ -45,12 +45,12 @@ def h2_eviction(
 
 
 def victim(G: Sequence[int], score: Mapping[int, float], h: Rising = CONCAVE["sum"]) -> int:
-    """``argmax_{v∈G} F(G without v)``; of equals the oldest, since ``G`` ascends and ``max`` takes the first."""
+    """Return ``argmax_{v∈G} F(G without v)``; of equals the oldest, since ``G`` ascends and ``max`` takes the first."""
     return max(G, key=lambda v: h(math.fsum(score[s] for s in G if s != v)))
 
 
 def algorithm_1_literal(Q: Sequence[Vector], K: Sequence[Vector], k: int) -> Iterator[list[int]]:
-    """Algorithm 1 to the letter: rows of ``K`` outside of ``S_{i-1}`` are zero, and lines 8 and 9 subtract 1 for each.
+    """Run Algorithm 1 to the letter: rows of ``K`` outside of ``S_{i-1}`` are 0, and lines 8 and 9 subtract 1 for each.
 
     Token i is outside of ``S_{i-1}`` as well, so its score is ``exp(0) - 1 = 0`` in every step. Line 10 uses the
     current row alone. Sums are fractions, which are exact however small a score is beside the others.
@@ -69,7 +69,7 @@ def algorithm_1_literal(Q: Sequence[Vector], K: Sequence[Vector], k: int) -> Ite
 
 
 def row_of_algorithm_2(Q: Sequence[Vector], K: Sequence[Vector], S: Sequence[int], i: int) -> Vector:
-    """Lines 7 and 8 of Algorithm 2 to the letter, and the row of Definition D.10: ``o_i`` over all tokens up to i.
+    """Return ``o_i`` over all tokens up to i, by lines 7 and 8 of Algorithm 2 to the letter and Definition D.10.
 
     The indicator is subtracted in ``D_i`` but stays in the row, so every token outside of ``S`` has ``exp(0) / D_i``.
     """
@@ -81,7 +81,7 @@ def row_of_algorithm_2(Q: Sequence[Vector], K: Sequence[Vector], S: Sequence[int
 def algorithm_2_literal(
     Q: Sequence[Vector], K: Sequence[Vector], k: int, *, h: Rising = CONCAVE["sum"]
 ) -> Iterator[list[int]]:
-    """Algorithm 2 to the letter, except that line 11 gets its ``F_score`` back.
+    """Run Algorithm 2 to the letter, except that line 11 gets its ``F_score`` back.
 
     ``õ`` starts to accumulate only when the cache is full, and the score of token i does not depend on its key.
     """

@@ -11,12 +11,12 @@ Vector: TypeAlias = list[float]
 
 
 def dot(a: Vector, b: Vector) -> float:
-    """The inner product of two vectors."""
+    """Return the inner product of two vectors."""
     return float(sum(map(operator.mul, a, b)))
 
 
 def softmax(logits: Vector) -> Vector:
-    """Probabilities in proportion to the exponentials of the logits.
+    """Return probabilities in proportion to the exponentials of the logits, of which there has to be one.
 
     The largest logit is subtracted first, so nothing overflows.
     """
@@ -31,12 +31,12 @@ Row: TypeAlias = Mapping[int, float]
 
 
 def attend(query: Vector, keys: Sequence[Vector], visible: Sequence[int], scaling: float) -> dict[int, float]:
-    """One row of attention: the probabilities of the visible keys under a query."""
+    """Return one row of attention: the probabilities of the visible keys under a query."""
     return dict(zip(visible, softmax([scaling * dot(query, keys[j]) for j in visible]), strict=True))
 
 
 def total(rows: Iterable[Row]) -> dict[int, float]:
-    """Column sums: key position → its probabilities, summed over the rows."""
+    """Return column sums: key position → its probabilities, summed over the rows."""
     sums: dict[int, float] = {}
     for row in rows:
         for j, p in row.items():

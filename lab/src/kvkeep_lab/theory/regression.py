@@ -31,105 +31,105 @@ class SoftmaxRegression:
     # -- Definitions D.35 to D.38 --------------------------------------------------------------------------------------
 
     def u(self, x: Point) -> Rows:
-        """``exp(Ax)``."""
+        """Return ``exp(Ax)``."""
         return (self.A @ x).exp()
 
     def alpha(self, x: Point) -> Float64[Tensor, ""]:
-        """``<u, 1>``."""
+        """Return ``<u, 1>``."""
         return self.u(x).sum()
 
     def f(self, x: Point) -> Rows:
-        """``u / α``: the softmax of ``Ax``."""
+        """Return ``u / α``: the softmax of ``Ax``."""
         return self.u(x) / self.alpha(x)
 
     def c(self, x: Point) -> Rows:
-        """``f - b``, with the ``f`` of Definition D.37 (as printed, D.38 refers to itself)."""
+        """Return ``f - b``, with the ``f`` of Definition D.37 (as printed, D.38 refers to itself)."""
         return self.f(x) - self.b
 
     # -- Definitions D.39 to D.43 --------------------------------------------------------------------------------------
 
     def loss_exp(self, x: Point) -> Float64[Tensor, ""]:
-        """``½ ‖c‖²``."""
+        """Return ``½ ‖c‖²``."""
         return 0.5 * self.c(x).square().sum()
 
     def loss_reg(self, x: Point) -> Float64[Tensor, ""]:
-        """``½ ‖diag(w) A x‖²``."""
+        """Return ``½ ‖diag(w) A x‖²``."""
         return 0.5 * (self.w * (self.A @ x)).square().sum()
 
     def loss_sparse(self, x: Point) -> Float64[Tensor, ""]:
-        """``‖exp(Ax)‖_1``."""
+        """Return ``‖exp(Ax)‖_1``."""
         return (self.A @ x).exp().abs().sum()
 
     def loss(self, x: Point) -> Float64[Tensor, ""]:
-        """The sum of the three."""
+        """Return the sum of the three."""
         return self.loss_exp(x) + self.loss_sparse(x) + self.loss_reg(x)
 
     # -- Lemma D.44; the first axis is the one that is derived, the last the coordinate of x ---------------------------
 
     def u_slope(self, x: Point) -> Float64[Tensor, "n d"]:
-        """Part 1: ``u ∘ A_i``."""
+        """Return Part 1: ``u ∘ A_i``."""
         return self.u(x)[:, None] * self.A
 
     def alpha_slope(self, x: Point) -> Point:
-        """Part 2: ``<u, A_i>``."""
+        """Return Part 2: ``<u, A_i>``."""
         return self.A.T @ self.u(x)
 
     def inverse_alpha_slope(self, x: Point) -> Point:
-        """Part 3, of ``1 / α``: ``-α^{-1} <f, A_i>``."""
+        """Return Part 3, of ``1 / α``: ``-α^{-1} <f, A_i>``."""
         return -(self.A.T @ self.f(x)) / self.alpha(x)
 
     def f_slope(self, x: Point) -> Float64[Tensor, "n d"]:
-        """Part 4: ``f ∘ A_i - <f, A_i> f``."""
+        """Return Part 4: ``f ∘ A_i - <f, A_i> f``."""
         f = self.f(x)
         return f[:, None] * self.A - torch.outer(f, self.A.T @ f)
 
     def gradient_exp(self, x: Point) -> Point:
-        """Part 5, corrected: ``A^T (f ∘ c - <f, c> f)``."""
+        """Return Part 5, corrected: ``A^T (f ∘ c - <f, c> f)``."""
         f, c = self.f(x), self.c(x)
         return self.A.T @ (f * c - (f @ c) * f)
 
     def gradient_exp_printed(self, x: Point) -> Point:
-        """Part 5 as printed, with a plus: ``A^T (f ∘ c + <c, f> f)``."""
+        """Return Part 5 as printed, with a plus: ``A^T (f ∘ c + <c, f> f)``."""
         f, c = self.f(x), self.c(x)
         return self.A.T @ (f * c + (f @ c) * f)
 
     def gradient(self, x: Point) -> Point:
-        """The gradient of the whole loss."""
+        """Return the gradient of the whole loss."""
         return self.gradient_exp(x) + self.alpha_slope(x) + self.A.T @ (self.w.square() * (self.A @ x))
 
     # -- Lemmas D.45 to D.47 -------------------------------------------------------------------------------------------
 
     def u_curvature(self, x: Point) -> Float64[Tensor, "n d d"]:
-        """Lemma D.45: ``A_j ∘ u ∘ A_i``."""
+        """Return Lemma D.45: ``A_j ∘ u ∘ A_i``."""
         return self.u(x)[:, None, None] * self.A[:, :, None] * self.A[:, None, :]
 
     def alpha_curvature(self, x: Point) -> Float64[Tensor, "d d"]:
-        """Lemma D.46: ``A^T diag(u) A``."""
+        """Return Lemma D.46: ``A^T diag(u) A``."""
         return self.A.T @ (self.u(x)[:, None] * self.A)
 
     def inner_exp(self, x: Point) -> Float64[Tensor, "n n"]:
-        """The Hessian of ``L_exp`` in ``z``; ``J = diag(f) - f f^T`` is the derivative of the softmax."""
+        """Return the Hessian of ``L_exp`` in ``z``; ``J = diag(f) - f f^T`` is the derivative of the softmax."""
         f, c = self.f(x), self.c(x)
         J = f.diag() - torch.outer(f, f)
         return c[:, None] * J + f[:, None] * J - (f @ c) * J - torch.outer(f, J @ (c + f))
 
     def inner(self, x: Point) -> Float64[Tensor, "n n"]:
-        """``B(x)``, the inner matrix of the Hessian without ``W²``."""
+        """Return ``B(x)``, the inner matrix of the Hessian without ``W²``."""
         return self.inner_exp(x) + self.u(x).diag()
 
     def inner_diagonal(self, x: Point) -> Rows:
-        """The diagonal of `inner`, computed without the matrix."""
+        """Return the diagonal of `inner`, computed without the matrix."""
         f, c, u = self.f(x), self.c(x), self.u(x)
         pull = f * (c + f) - f * (f @ (c + f))
         return (c + f - f @ c) * (f - f.square()) - f * pull + u
 
     def hessian(self, x: Point) -> Float64[Tensor, "d d"]:
-        """``A^T (B + W²) A``."""
+        """Return ``A^T (B + W²) A``."""
         return self.A.T @ (self.inner(x) + self.w.square().diag()) @ self.A
 
 
 def draw(n: int, d: int, *, radius: float, least: float, seed: int, curvature: float = 1.0) -> SoftmaxRegression:
-    """A random problem that meets the conditions of Lemma D.47 and Theorem D.49.
+    """Draw a problem that meets the conditions of Lemma D.47 and Theorem D.49.
 
     Args:
         n: rows of ``A``.
@@ -158,17 +158,17 @@ Curvature: TypeAlias = Callable[[SoftmaxRegression, Tensor], Tensor]
 
 
 def diagonal(problem: SoftmaxRegression, x: Point) -> Rows:
-    """Line 5: ``B_diag(x) + w ∘ w``."""
+    """Return line 5: ``B_diag(x) + w ∘ w``."""
     return problem.inner_diagonal(x) + problem.w.square()
 
 
 def weights_alone(problem: SoftmaxRegression, x: Point) -> Rows:
-    """``w ∘ w``, which Lemma D.47, Part 2 compares with the whole inner matrix."""
+    """Return ``w ∘ w``, which Lemma D.47, Part 2 compares with the whole inner matrix."""
     return problem.w.square()
 
 
 def subsample(D: Rows, A: Float64[Tensor, "n d"], epsilon: float, delta: float, noise: torch.Generator) -> Rows:
-    """Line 6: weights, most of them 0, with ``A^T D̃ A`` within ``1 ± epsilon`` of ``A^T D A``.
+    """Return line 6: weights, most of them 0, with ``A^T D̃ A`` within ``1 ± epsilon`` of ``A^T D A``.
 
     The paper does not name a method. Here each row stays with a probability in proportion to its leverage and is
     divided by that probability; the constant is that of the matrix Chernoff bound.
@@ -195,7 +195,7 @@ def algorithm_4(
     sample: Callable[[Rows], Rows] | None = None,
     sign: Literal[-1, 1] = -1,
 ) -> Iterator[Point]:
-    """Algorithm 4 from ``x_0 = x`` on; yields ``x_1, x_2, …`` without end.
+    """Yield ``x_1, x_2, …`` of Algorithm 4 from ``x_0 = x`` on, without end.
 
     Args:
         problem: the problem to minimise.
@@ -214,14 +214,14 @@ def algorithm_4(
 
 
 def newton(problem: SoftmaxRegression, x: Point) -> Iterator[Point]:
-    """Newton's method with the whole Hessian."""
+    """Yield the points of Newton's method with the whole Hessian, without end."""
     while True:
         x = x - torch.linalg.solve(problem.hessian(x), problem.gradient(x))
         yield x
 
 
 def minimum(problem: SoftmaxRegression) -> Point:
-    """``x*``, where the gradient is 0 to rounding, reached from 0 by `newton`."""
+    """Return ``x*``, where the gradient is 0 to rounding, reached from 0 by `newton` in 51 steps at most."""
     x = torch.zeros(problem.A.shape[1], dtype=torch.float64)
     for step, x in enumerate(newton(problem, x)):  # noqa: B020 (the points follow each other)
         if step == 50 or float(problem.gradient(x).norm()) < 1e-13 * float(problem.w.square().max()):
@@ -230,5 +230,5 @@ def minimum(problem: SoftmaxRegression) -> Point:
 
 
 def errors(points: Iterator[Point], best: Point, steps: int) -> list[float]:
-    """Distances from ``best`` after each of the first ``steps`` steps."""
+    """Return distances from ``best`` after each of the first ``steps`` steps."""
     return [float((x - best).norm()) for x, _ in zip(points, range(steps), strict=False)]

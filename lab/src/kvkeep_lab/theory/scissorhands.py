@@ -31,7 +31,7 @@ class AlgorithmReading:
     printed_slice: bool = False
 
     def threshold(self, i: int, row: Row) -> float:
-        """The score below which row ``i`` finds a token insignificant."""
+        """Return the score below which row ``i`` finds a token insignificant."""
         return 1.0 / (self.theta * (len(row) if self.live else i + 1))
 
 
@@ -40,7 +40,7 @@ PROJECT = AlgorithmReading()
 
 
 def importance_record(window: Iterable[tuple[int, Row]], reading: AlgorithmReading = PROJECT) -> dict[int, int]:
-    """``I``: for each token, the number of rows ``(i, α_i)`` of the window that gave it less than the average."""
+    """Return ``I``: for each token, how many rows ``(i, α_i)`` of the window gave it less than their threshold."""
     I: dict[int, int] = {}  # noqa: E741 (the paper's letter)
     for i, alpha in window:
         for j, p in alpha.items():
@@ -51,7 +51,7 @@ def importance_record(window: Iterable[tuple[int, Row]], reading: AlgorithmReadi
 def leaving_order(
     S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, reading: AlgorithmReading = PROJECT
 ) -> list[int]:
-    """The tokens of ``S`` (ascending) that may be evicted, the first one first, as at the end of ``Argsort(I)``."""
+    """Return the tokens of ``S`` (ascending) that may be evicted, the first to go first: the end of ``Argsort(I)``."""
     I = importance_record(window, reading)  # noqa: E741
     recent = set(S[len(S) - r :])
     if reading.printed_slice:
@@ -83,7 +83,7 @@ def algorithm_1(
     scaling: float,
     reading: AlgorithmReading = PROJECT,
 ) -> Iterator[list[int]]:
-    """Inference with a budget: attend, and compress whenever more than ``B`` tokens are kept. Yields each ``S_t``."""
+    """Run inference with a budget: attend, compress whenever more than ``B`` tokens are kept; yield each ``S_t``."""
     S: list[int] = []
     alpha: list[tuple[int, Row]] = []
     for t, query in enumerate(queries):

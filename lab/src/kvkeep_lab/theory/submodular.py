@@ -24,7 +24,7 @@ GREEDY = 1.0 - 1.0 / math.e
 
 
 def subsets(n: int, *, least: Set = EMPTY, at_most: int | None = None) -> Iterator[Set]:
-    """All subsets of ``range(n)`` that contain ``least`` and have at most ``at_most`` elements, small ones first."""
+    """Yield all subsets of ``range(n)`` that contain ``least`` and up to ``at_most`` elements, small ones first."""
     rest = [a for a in range(n) if a not in least]
     largest = len(rest) if at_most is None else at_most - len(least)
     for size in range(largest + 1):
@@ -33,7 +33,7 @@ def subsets(n: int, *, least: Set = EMPTY, at_most: int | None = None) -> Iterat
 
 
 def marginal(f: SetFunction, a: int, S: Set) -> float:
-    """``Δ_f(a | S)`` of Definition D.16: the gain of adding ``a`` to ``S``."""
+    """Return ``Δ_f(a | S)`` of Definition D.16: the gain of adding ``a`` to ``S``."""
     return f(S | {a}) - f(S)
 
 
@@ -41,7 +41,7 @@ def marginal(f: SetFunction, a: int, S: Set) -> float:
 
 
 def submodular_violation(f: SetFunction, n: int, *, Z: Set = EMPTY) -> float:
-    """Condition 1 of Definition D.1: the largest ``Δ(a | Y) - Δ(a | X)`` over ``Z ⊆ X ⊆ Y`` and ``a`` outside of ``Y``.
+    """Return the largest ``Δ(a | Y) - Δ(a | X)`` over ``Z ⊆ X ⊆ Y`` and ``a`` outside of ``Y``: Condition 1 of D.1.
 
     An empty ``Z`` gives the ordinary property (and the strong one of D.3), any other ``Z`` the dynamic one of D.4.
     """
@@ -56,14 +56,17 @@ def submodular_violation(f: SetFunction, n: int, *, Z: Set = EMPTY) -> float:
 
 
 def union_violation(f: SetFunction, n: int) -> float:
-    """Condition 2 of Definition D.1: the largest ``f(S ∪ T) + f(S ∩ T) - f(S) - f(T)``."""
+    """Return the largest ``f(S ∪ T) + f(S ∩ T) - f(S) - f(T)``: Condition 2 of Definition D.1."""
     values = {S: f(S) for S in subsets(n)}
     pairs = itertools.combinations(values, 2)
     return max((values[S | T] + values[S & T]) - (values[S] + values[T]) for S, T in pairs)
 
 
 def pair_violation(f: SetFunction, n: int) -> float:
-    """Condition 3 of Definition D.1: the largest ``f(S + a + b) + f(S) - f(S + a) - f(S + b)``."""
+    """Return the largest ``f(S + a + b) + f(S) - f(S + a) - f(S + b)``: Condition 3 of Definition D.1.
+
+    ``n`` is 2 or more, for a pair.
+    """
     values = {S: f(S) for S in subsets(n)}
     return max(
         values[S | {a, b}] + values[S] - values[S | {a}] - values[S | {b}]
@@ -73,7 +76,7 @@ def pair_violation(f: SetFunction, n: int) -> float:
 
 
 def monotone_violation(f: SetFunction, n: int) -> float:
-    """Definition D.2: the largest drop ``f(S) - f(S + a)``; one element at a time is enough."""
+    """Return the largest drop ``f(S) - f(S + a)`` (Definition D.2); one element at a time is enough."""
     return max(-marginal(f, a, S) for S in subsets(n) for a in set(range(n)) - S)
 
 
@@ -88,7 +91,7 @@ def _between(Z: Set, Y: Set) -> Iterator[Set]:
 
 
 def greedy(f: SetFunction, n: int, k: int, *, oracle: Callable[[int, Set], float] | None = None) -> Set:
-    """Algorithm 3, or with an ``oracle`` the algorithm A of Corollary D.18. Of equals, the smallest element is chosen.
+    """Run Algorithm 3, or with an ``oracle`` algorithm A of Corollary D.18. Of equals, the smallest element is chosen.
 
     Line 4 lets ``i`` range over all of ``[n]``. Only elements outside of ``S_t`` are meant, as the text above it says:
     otherwise nothing would be added once no element gains.
@@ -96,7 +99,7 @@ def greedy(f: SetFunction, n: int, k: int, *, oracle: Callable[[int, Set], float
     Args:
         f: the function to maximise.
         n: number of elements to choose from.
-        k: number of elements to choose.
+        k: number of elements to choose, at most ``n``.
         oracle: ``O(i, S)``, an estimate of the gain of adding ``i`` to ``S``; by default the true gain.
     """
     S = EMPTY
@@ -107,12 +110,12 @@ def greedy(f: SetFunction, n: int, k: int, *, oracle: Callable[[int, Set], float
 
 
 def optimum(f: SetFunction, n: int, k: int) -> float:
-    """``max f(T)`` over all ``T`` of exactly ``k`` elements, by exhaustive search."""
+    """Return ``max f(T)`` over all ``T`` of exactly ``k`` elements, by exhaustive search."""
     return max(f(frozenset(T)) for T in itertools.combinations(range(n), k))
 
 
 def noisy_bound(best: float, k: int, epsilon: float) -> float:
-    """Corollary D.18: the value that greedy choice reaches when every marginal is off by at most ``epsilon``."""
+    """Return the value that greedy choice reaches if every marginal is off by ``epsilon`` or less (Corollary D.18)."""
     return GREEDY * best - k * (2.0 - 1.0 / math.e) * epsilon
 
 
@@ -120,27 +123,29 @@ def noisy_bound(best: float, k: int, epsilon: float) -> float:
 
 
 def concave_of_modular(weights: Sequence[float], h: Callable[[float], float] = lambda z: z) -> SetFunction:
-    """``h(Σ_{s∈T} w_s)``: H2O's score function; with the identity, the linear function of D.2."""
+    """Return ``h(Σ_{s∈T} w_s)``: H2O's score function; with the identity, the linear function of D.2."""
     return lambda T: h(math.fsum(weights[s] for s in T))
 
 
 def budget_additive(weights: Sequence[float], budget: float) -> SetFunction:
-    """``min(B, Σ_{s∈T} w_s)``."""
+    """Return the function ``min(B, Σ_{s∈T} w_s)``."""
     return lambda T: min(budget, math.fsum(weights[s] for s in T))
 
 
 def coverage(parts: Sequence[Set], weights: Sequence[float]) -> SetFunction:
-    """The total weight of the atoms that the chosen parts cover together."""
+    """Return a function: the total weight of the atoms that the chosen parts cover together."""
     return lambda T: math.fsum(weights[atom] for atom in frozenset().union(*(parts[s] for s in T)))
 
 
 def facility_location(gains: Sequence[Sequence[float]]) -> SetFunction:
-    """The sum over clients (rows of gains) of the best chosen place; gains are at least 0."""
+    """Return a function: the sum over clients (rows of gains) of the best chosen place; gains are at least 0."""
     return lambda T: math.fsum(max((row[s] for s in T), default=0.0) for row in gains)
 
 
 def closeness(row: Sequence[float], values: Sequence[Sequence[float]]) -> SetFunction:
-    """1 minus the relative error of the attention output over a set of keys, against the output over all keys.
+    """Return a function: 1 minus the relative error of the attention output over a set of keys.
+
+    The error is that against the output over all keys.
 
     Without any key the output is 0, so the function starts at 0 and ends at 1.
     """
@@ -155,7 +160,7 @@ def closeness(row: Sequence[float], values: Sequence[Sequence[float]]) -> SetFun
 
 
 def tight_for_greedy(k: int) -> tuple[SetFunction, int]:
-    """A coverage function on which `greedy` reaches only the share ``1 - (1 - 1/k)^k`` of the optimum.
+    """Return a coverage function on which `greedy` reaches only the share ``1 - (1 - 1/k)^k`` of the optimum.
 
     The optimum is the last ``k`` of its ``2k`` elements, which are disjoint. Each of the first ``k`` elements covers
     the k-th part of the uncovered rest of every one of the last ``k``. Gains tie in every step, and greedy takes the
@@ -175,7 +180,7 @@ def tight_for_greedy(k: int) -> tuple[SetFunction, int]:
 
 
 def support(row: Vector, tau: float) -> Set:
-    """``supp_τ``: the indices of the entries larger than τ."""
+    """Return ``supp_τ``: the indices of the entries larger than τ."""
     return frozenset(j for j, p in enumerate(row) if p > tau)
 
 
@@ -199,7 +204,7 @@ class Good:
 
     @property
     def allowed(self) -> float:
-        """``α k n``, the size that Claim D.34 allows for the union."""
+        """Return ``α k n``, the size that Claim D.34 allows for the union; 0 without a core."""
         return self.alpha * len(self.core) * self.rows if self.core else 0.0
 
 

@@ -33,42 +33,45 @@ class Transformer:
 
     @property
     def A(self) -> Float[Tensor, "D D"]:  # noqa: N802
-        """``W_V W_O W_Q W_K^T``."""
+        """Return ``W_V W_O W_Q W_K^T``."""
         return self.V @ self.O @ self.Q @ self.K.T
 
     def mlp(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """``F(x) = x + W_2 relu(W_1 x)``."""
+        """Return ``F(x) = x + W_2 relu(W_1 x)``."""
         return x + (x @ self.one.T).relu() @ self.two.T
 
     def scores(self, x: Float[Tensor, " D"], X: Float[Tensor, "P D"]) -> Float[Tensor, " P"]:
-        """``x W_Q W_K^T X^T``, not yet divided by ``t``."""
+        """Return ``x W_Q W_K^T X^T``, not yet divided by ``t``."""
         return x @ self.Q @ self.K.T @ X.T
 
     def weights(
         self, x: Float[Tensor, " D"], X: Float[Tensor, "P D"], kept: Bool[Tensor, " P"] | None = None
     ) -> Float[Tensor, " P"]:
-        """Attention of token ``t`` on the ``t - 1`` before it, ``softmax(x_t W_Q W_K^T X^T / t)``; 0 where not kept."""
+        """Return the attention of token ``t`` on the ``t - 1`` before it: ``softmax(x_t W_Q W_K^T X^T / t)``.
+
+        It is 0 where not kept, and NaN if none is.
+        """
         logits = self.scores(x, X) / (X.shape[0] + 1)
         return (logits if kept is None else logits.masked_fill(~kept, -torch.inf)).softmax(dim=0)
 
     def attend(self, weights: Float[Tensor, " P"], X: Float[Tensor, "P D"]) -> Float[Tensor, " D"]:
-        """``a_t``: the attention-weighted tokens, through the value and output matrices."""
+        """Return ``a_t``: the attention-weighted tokens, through the value and output matrices."""
         return weights @ X @ self.V @ self.O
 
 
 def largest(W: Float[Tensor, "A B"]) -> float:
-    """The largest singular value, the paper's ``λ``."""
+    """Return the largest singular value, the paper's ``λ``."""
     return float(torch.linalg.matrix_norm(W, 2))
 
 
 def random_unit(n: int, d: int, generator: torch.Generator) -> Float[Tensor, "n d"]:
-    """Vectors of length 1 in random directions."""
+    """Return vectors of length 1 in random directions."""
     x = torch.randn(n, d, generator=generator, dtype=torch.float64)
     return torch.nn.functional.normalize(x)
 
 
 def random_matrix(rows: int, columns: int, norm: float, generator: torch.Generator) -> Float[Tensor, "rows columns"]:
-    """A Gaussian matrix with the largest singular value ``norm``."""
+    """Return a Gaussian matrix with the largest singular value ``norm``."""
     W = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     return W * (norm / largest(W))
 
@@ -103,7 +106,10 @@ class TokenStep:
     before: Float[Tensor, " P"]
 
     def epsilon(self, *, printed: bool = False) -> Float[Tensor, " P"]:
-        """The smallest ``ε`` that the premises allow with ``c = x_ℓ A x_ℓ^T``; infinite where ``c`` is not positive."""
+        """Return the smallest ``ε`` that the premises allow with ``c = x_ℓ A x_ℓ^T``.
+
+        It is infinite where ``c`` is not positive.
+        """
         others = self.others.clamp(min=0.0) if printed else self.others_abs
         epsilon = torch.maximum(
             others / self.own, torch.full_like(self.own, math.sqrt(self.delta) * self.gain) / self.own
@@ -111,19 +117,23 @@ class TokenStep:
         return epsilon.masked_fill(self.own <= 0, torch.inf)
 
     def error(self) -> Float[Tensor, " P"]:
-        """The distance of the next score on ``ℓ`` from ``α_{t,ℓ}``, in units of the factor; the theorem allows
-        ``3ε``.
+        """Return the distance of the next score on ``ℓ`` from ``α_{t,ℓ}``, in units of the factor.
+
+        The theorem allows ``3ε``.
         """
         factor = self.own / self.norm
         return (self.following / factor - self.alpha).abs()
 
     def error_of_another(self) -> Float[Tensor, "P P"]:
-        """The same with the printed middle term: entry ``(ℓ, j)`` has the next score on ``j`` in place of ``ℓ``."""
+        """Return the same with the printed middle term.
+
+        Entry ``(ℓ, j)`` has the next score on ``j`` in place of ``ℓ``.
+        """
         factor = self.own / self.norm
         return (self.following / factor[:, None] - self.alpha[:, None]).abs()
 
     def lemma_b2(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
-        """Both sides of Lemma B.2: ``|a_t W_Q W_K^T x_ℓ^T - α_ℓ x_ℓ A x_ℓ^T| ≤ ε x_ℓ A x_ℓ^T``."""
+        """Return both sides of Lemma B.2: ``|a_t W_Q W_K^T x_ℓ^T - α_ℓ x_ℓ A x_ℓ^T| ≤ ε x_ℓ A x_ℓ^T``."""
         return (self.before - self.alpha * self.own).abs(), self.others_abs
 
 
@@ -150,6 +160,6 @@ def take_step(model: Transformer, X: Float[Tensor, "P D"], x: Float[Tensor, " D"
 
 
 def lemma_b1(x: Float[Tensor, " D"], z: Float[Tensor, " D"], y: Float[Tensor, " D"]) -> tuple[float, float]:
-    """Both sides of ``|x y^T - z y^T| ≤ √(2δ) ‖y‖`` for ``x`` and ``z`` of length 1 with ``x z^T = 1 - δ``."""
+    """Return both sides of ``|x y^T - z y^T| ≤ √(2δ) ‖y‖`` for ``x`` and ``z`` of length 1 with ``x z^T = 1 - δ``."""
     delta = max(0.0, 1.0 - float(x @ z))
     return abs(float(x @ y - z @ y)), math.sqrt(2.0 * delta) * float(y.norm())
