@@ -53,7 +53,7 @@ def leaving_order(
 ) -> list[int]:
     """Return the tokens of ``S`` (ascending) that may be evicted, the first to go first: the end of ``Argsort(I)``."""
     I = importance_record(window, reading)  # noqa: E741
-    recent = set(S[len(S) - r :])
+    recent = set(S[max(0, len(S) - r) :])  # where `r` is more than all, all are recent
     if reading.printed_slice:
         I, recent = {j: n if j in recent else 0 for j, n in I.items()}, set()  # noqa: E741
     mass = {j: sum(alpha.get(j, 0.0) for _, alpha in window) for j in S}
