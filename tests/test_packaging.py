@@ -66,6 +66,7 @@ def test_the_lower_ends_are_those_of_the_project():
     }
 
 
+@pytest.mark.long
 def test_every_extra_has_a_lower_end():
     for extra in PROJECT["optional-dependencies"]:
         command = [sys.executable, str(ROOT / "tools" / "requirements.py"), "--lowest", extra]

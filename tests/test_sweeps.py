@@ -48,6 +48,7 @@ def names(items):
     return sorted(item.nodeid for item in items)
 
 
+@pytest.mark.long
 def test_the_shares_together_are_all_slow_tests_and_each_is_in_one(pytester):
     items = pytester.getitems(SUITE)
     sweeps.thin(items)

@@ -171,6 +171,8 @@ def survives(root: Path, mutant: Mutant) -> bool:
             "-x",
             "-p",
             "no:cacheprovider",
+            "-m",
+            "not slow and not real",  # as CI
             *HANGS,
             *tests_of(root, mutant.file),
         ]

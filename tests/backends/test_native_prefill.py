@@ -24,6 +24,7 @@ def by_kernel(query, slots, now, statistic, options=PLAIN):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("statistic", KNOWN, ids=lambda one: type(one).__name__)
 def test_every_known_statistic_comes_from_the_kernel_and_is_that_of_torch(statistic):
     """Larger than what the loops of the judge can do: many panels of keys, blocks of rows, parts and heads."""

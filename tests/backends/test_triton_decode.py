@@ -196,6 +196,7 @@ def test_a_layer_takes_the_fused_step_where_its_policy_can_be_told(policy, fused
     assert len(calls) == fused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("policy", ["h2o:recent=1", "h2o:recent=1,decay=0.5", "snapkv:window=1,decode=score", "local"])
 def test_a_fused_step_counts_the_mass_of_its_victims(policy, window, monkeypatch):

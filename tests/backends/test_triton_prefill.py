@@ -195,6 +195,7 @@ def lse_of(query, keys, values, scaling, *, base=1.0):
     return out, base * logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).logsumexp(dim=-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", [1.0, 1.4426950408889634])
 def test_torchs_sums_are_taken_where_they_are_what_they_should_be(base, monkeypatch):
     monkeypatch.setattr(prefill_ops, "_kind", lambda *given: 99)

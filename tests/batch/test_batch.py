@@ -72,6 +72,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
     assert target.read_bytes() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -306,6 +307,7 @@ def test_half_a_character_in_a_field_comes_through(tmp_path):
     assert completions(tmp_path / "out.jsonl")[1]["id"] == "\ud83d"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begun", ["uniform", None])
 def test_a_job_goes_on_with_the_rule_for_layers_with_which_it_began(begun, tmp_path):
     """An appended line may be longer than the budget, and an output may be older than the choice of a rule."""

@@ -66,6 +66,7 @@ def open_and_die(target):
     os.kill(os.getpid(), 9)
 
 
+@pytest.mark.long
 def test_a_job_that_was_killed_leaves_no_lock(tmp_path):
     target = tmp_path / "out.jsonl"
     process = processes.start(open_and_die, target)
@@ -196,6 +197,7 @@ def test_nothing_foreign_is_ever_lost(tmp_path, unsynced, content):
     keeps(tmp_path / "foreign", content)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", sweep([12, 40], lambda examples: examples == 12))
 def test_nothing_foreign_behind_completions_is_lost(whole, tmp_path, unsynced, examples):
     @given(content=foreign())

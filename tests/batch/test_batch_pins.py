@@ -32,6 +32,7 @@ def test_lines_have_pins_and_a_guard_of_their_own(tmp_path):
     assert found[4]["lost_mass"] == {"prompt": None, "decode": None}
 
 
+@pytest.mark.long
 def test_bodies_in_openais_format_have_pins_and_a_guard(tmp_path):
     def line(name, **options):
         body = {"prompt": LONG, "max_tokens": 3, **options}

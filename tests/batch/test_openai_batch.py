@@ -420,6 +420,7 @@ def test_a_prompt_is_cut_to_what_the_model_takes_as_in_a_server(body, prompt, ne
     assert found.request.prompt[-1] == 44
 
 
+@pytest.mark.long
 def test_the_model_says_how_long_a_cut_prompt_is(tmp_path, target):
     line = text("a", prompt=[*range(5, 405)] * 6, truncate_prompt_tokens=-1, max_tokens=2)
     source = write(tmp_path / "in.jsonl", line)

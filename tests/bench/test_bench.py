@@ -144,6 +144,7 @@ def test_dense_caches_are_filled_with_the_same_number_of_tokens(kind):
     assert int(cache.get_seq_length()) == 6
 
 
+@pytest.mark.long
 def test_real(monkeypatch, capsys, here):
     words = ["--rows", "2", "--contexts", "20", "--budget", "8", "--new", "4", "--repeats", "1", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", ["real.py", str(model_folders.folder()), *words])
@@ -391,6 +392,7 @@ def test_batches_are_as_large_as_fits():
     assert [systems[f"kvkeep h2o 20%{bits}"]["kv_bits"] for bits in ("", ", 4")] == [None, "4"]
 
 
+@pytest.mark.long
 def test_throughput_with_fewer_bits(monkeypatch, capsys, here):
     words = ["--kv-mib", "1", "--workloads", "24+6", "--scale", "0.001", "--policy", "local", "--bits", "16", "4"]
     _, data = run("throughput", monkeypatch, capsys, *words)

@@ -262,6 +262,7 @@ def test_a_text_is_in_one_half_whatever_else_there_is(tmp_path, monkeypatch):
     assert split_texts.halves([folder]) == {name: text.replace("<0>", "").strip() for name, text in every.items()}
 
 
+@pytest.mark.long
 def test_long_answers_go_on_where_they_stopped_and_leave_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
     text, rows = tmp_path / "novel.txt", tmp_path / "runs" / "rows.jsonl"
     text.write_text("The ferry to Marel leaves at seven, and nobody waits for it in winter. " * 8)

@@ -135,6 +135,7 @@ def test_a_checkpoint_of_somebody_else_is_refused_and_runs_nothing(stream, model
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.long
 def test_pictures_and_checkpoints_do_not_follow_links(stream, model, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("precious")

@@ -74,6 +74,7 @@ def run(kind, policy, dtype, options, seed=0):
         yield layer, layer.step(query, keys, values, options=asked, phase=phase, real=real), real
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())

@@ -107,6 +107,7 @@ class Twins:
             self.step(mode=MODES[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(16))
 def test_random_orders(seed):
     for part in range(25):

@@ -37,6 +37,7 @@ def test_memory_is_the_formula_of_the_layouts_page():
     assert (memory + memory).full_bytes == 2 * memory.full_bytes
 
 
+@pytest.mark.long
 def test_storage_stays_where_it_is_for_two_thousand_steps():
     layer = Layer(H2O(recent=4), budget=8)
     feed(layer, 30)

@@ -45,6 +45,7 @@ def expected(kind, prompt=PROMPT):
     return made.generate(kvkeep.Request(prompt=prompt, sampling=sampling, adapter=kind))[0]
 
 
+@pytest.mark.long
 def test_a_prompt_runs_with_its_adapter():
     found = json.loads(run("generate", *adapter("a"), "-p", PROMPT, *FEW, "--json").stdout)
     assert (found["token_ids"], found["adapter"]) == (list(expected("a").token_ids), "a")
@@ -92,6 +93,7 @@ def job(tmp_path, lines, *words, code=0):
     return result, [json.loads(entry) for entry in output.read_text().splitlines()] if output.exists() else []
 
 
+@pytest.mark.long
 def test_lines_of_a_batch_file_name_their_adapter(tmp_path):
     base = str(model_folders.folder())
     names = [None, base, f"{base}:a", "any:b", f"{base}:b"]
@@ -136,6 +138,7 @@ def test_a_line_with_an_unknown_adapter_is_bad(tmp_path):
     assert bad["response"]["body"]["error"]["param"] == "model"
 
 
+@pytest.mark.long
 def test_memories_name_their_adapter(tmp_path):
     text, file = tmp_path / "text.txt", tmp_path / "text.kvkeep"
     text.write_text("the dog and the cat " * 3)

@@ -118,6 +118,7 @@ def hint(done):
     return shlex.split(done.stderr.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_the_printed_command_finds_a_conversation_in_another_folder(model, tmp_path):
     words = hint(chat(model, "-n", 2, "--sessions", tmp_path / "my own", said=["the fox"]))
     (name,) = ChatFolder(tmp_path / "my own").names()

@@ -14,6 +14,7 @@ from kvkeep.models.tiny.recall import question
 from kvkeep.policies import DEFAULT
 
 
+@pytest.mark.long
 def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
     monkeypatch.setattr(demo, "STORY_TOKENS", 140)
     monkeypatch.setattr(demo, "POLICIES", ("full", DEFAULT, "snapkv", "local"))

@@ -37,6 +37,7 @@ def kv(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long
 def test_a_page_is_written_and_made_again_by_its_command(kv, tmp_path):
     words = ["-f", "report.txt", "-p", "What colour is it?", "--policies", "h2o:recent=8,sinks=2,local", "-n", "40"]
     done = kv(*words, "--budget", "30%", "-o", "page.html")
@@ -172,6 +173,7 @@ def test_ctrl_c_writes_nothing(kv, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("at", "written"), [("_drawn", False), ("_sum", True)])
 def test_ctrl_c_says_whether_the_page_was_written(kv, tmp_path, monkeypatch, at, written):
     def pressed(*_):

@@ -575,6 +575,7 @@ def test_numbers_of_sampling_are_checked_in_the_api_too():
         SamplingParams(seed=2**63)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [[], ["-b", "90"]])
 def test_what_fits_is_kept_in_layers_with_windows_too(budget):
     """The default policy gives such layers half of a budget, but not where the budget holds the whole text."""

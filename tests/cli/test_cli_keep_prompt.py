@@ -71,6 +71,7 @@ def test_a_memory_has_its_own_setting(tmp_path):
     assert "--keep-prompt 1.0 is not that of" in done.stderr
 
 
+@pytest.mark.long
 def test_lines_of_a_job_have_a_setting_of_their_own(tmp_path):
     lines = [
         {"prompt": SHORT},

@@ -214,6 +214,7 @@ assert not {"torch", "transformers", "numpy"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.long
 def test_help_of_every_command_needs_no_torch():
     script = """
 import sys

@@ -154,6 +154,7 @@ def test_a_file_knows_its_model(chat_model, text, tmp_path, monkeypatch):
     assert found["token_ids"] == generated(chat_model, "--memory", file, "-p", QUESTION)["token_ids"]
 
 
+@pytest.mark.long
 def test_a_file_of_the_embedded_model_knows_it(text):
     file = text.parent / "embedded.kvkeep"
     kv("remember", "-f", text, "-o", file, "-b", 64)
@@ -405,6 +406,7 @@ def test_the_memory_is_kept_if_the_measurement_fails(text, monkeypatch):
     kv("generate", model_folders.folder(), "--memory", file, "-p", QUESTION, "-n", 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", ["0.25", "90%"])
 def test_the_smallest_budget_of_a_fidelity(share, quoted, text):
     file, done = remember(model_folders.folder(), text, "--fidelity", share, "--policy", "local", "--json")

@@ -187,6 +187,7 @@ def test_its_bar_fits_80_columns_with_what_is_measured_and_the_time_left(monkeyp
     assert len(last.rstrip()) <= 80
 
 
+@pytest.mark.long
 def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, answers):
     few = ("--target", "0.98", "--no-plots", "--policies", "leverage,tova", "--budgets", "8,12,20,30,40")
     shown = tune("--questions", mine, *few, "-o", tmp_path / "own").stdout
@@ -351,6 +352,7 @@ def test_questions_and_a_stream_do_not_go_together(mine, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_text_of_a_single_window_promises_nothing(text, tmp_path):
     options = ("--case", "stream", "--context", 1000, "--policies", "local", "--budgets", "20%,50%", "--target", "0.5")
     said = " ".join(tune("--text", text, *options, "--no-plots", "-o", tmp_path / "out").stdout.split())
@@ -458,6 +460,7 @@ def test_generate_takes_no_settings_beside_a_memory(file):
     assert "--config and --memory" in result.stderr
 
 
+@pytest.mark.long
 def test_serve_takes_the_settings(file):
     pytest.importorskip("fastapi")
     file.write_text(Config.read(file).text("", {"case": "later"}))

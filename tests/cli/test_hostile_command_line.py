@@ -246,6 +246,7 @@ def test_a_long_value_is_not_repeated_in_a_message(capsys):
     assert said.endswith("… is not here. Give another.\n".removeprefix("…")) or "Give another." in said
 
 
+@pytest.mark.long
 def test_tables_are_shown_where_pictures_cannot_be_written(tmp_path, monkeypatch):
     def read_only(path, data):
         raise PermissionError(13, "Permission denied")
@@ -257,6 +258,7 @@ def test_tables_are_shown_where_pictures_cannot_be_written(tmp_path, monkeypatch
     assert "quality.png cannot be written: Permission denied" in " ".join(result.stderr.split())
 
 
+@pytest.mark.long
 def test_a_backend_that_matplotlib_does_not_know_is_no_matter():
     """In a process of its own, where matplotlib has not been imported yet."""
     import subprocess

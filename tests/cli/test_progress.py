@@ -26,6 +26,7 @@ def beats(capsys, seconds=0.4):
     return capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.long
 def test_a_bar_without_a_terminal_is_a_line_every_so_often(capsys):
     with console.Heartbeat():
         with progress.ProgressBar("text", "bar", "percent", "left", text="reading", total=10) as bar:
@@ -45,6 +46,7 @@ def test_cells_are_counted(capsys):
         assert beats(capsys)[-1].startswith("recall 20% h2o: 1 of 4, about ")
 
 
+@pytest.mark.long
 def test_the_innermost_work_is_told(capsys):
     with console.Heartbeat(), console.Heartbeat.working(lambda: "outer"):
         with console.Heartbeat.working(lambda: "inner"):
@@ -61,6 +63,7 @@ def test_nothing_is_printed_outside_of_a_command_and_after_one(capsys):
     assert beats(capsys, 0.15) == []
 
 
+@pytest.mark.long
 def test_reading_says_how_far_it_is(capsys, monkeypatch):
     found = []
 

@@ -90,6 +90,7 @@ for words in {commands!r}:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("commands", "packages"),
     [

@@ -35,6 +35,7 @@ from .cases import (
 PLAIN = AttentionOptions(scaling=0.2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "statistic", "option"), list(asked(ON_TOKEN, OF_TOKEN)))
 def test_a_token(name, statistic, option):
     backend = backend_of(name)
@@ -82,6 +83,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "D", "G"), SHAPES)
 def test_shapes_of_a_token(name, D, G):
     sizes = list(itertools.product((1, 17, 257), DTYPES))
@@ -95,6 +97,7 @@ GROUPS, LENGTHS = itertools.cycle([1, 2, 7]), itertools.cycle([33, 2, 33, 33, 2]
 CHUNKS = [(next(LENGTHS), *shape, next(GROUPS)) for shape in itertools.product([1, 17, 257], [32, 80, 128, 256])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("T", "S", "D", "G"), CHUNKS)
 def test_shapes_of_a_chunk(backend, T, S, D, G):
     given = chunk(T, S, D, G, Hk=1 if G == 7 else 2, pads=min(5, T - 1), B=1 if G == 7 else 2)
@@ -247,6 +250,7 @@ def test_a_prompt_that_is_read_again(backend, option):
     torch.testing.assert_close(backend.reread(inputs, again).double(), want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", OF_CHUNK)
 def test_both_readings_at_once(backend, option, dtype):

@@ -63,6 +63,7 @@ def over(backend, slots, *, turned=False):
     return in_pool(backend) if isinstance(slots, PoolSlots) else backend
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_bits", KV_BITS)
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "dummy"])
 @pytest.mark.parametrize(("option", "statistic"), ASKED)

@@ -50,6 +50,7 @@ def kernels(monkeypatch):
     return backend_of("triton")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("S", "splits"), [(48, 1), (49, 2), (70, 2), (80, 2), (81, 3)])
 def test_small_tiles_and_many_splits(kernels, monkeypatch, S, splits):
     monkeypatch.setattr(launch, "DECODE", {"": {1024: launch.Decode(16, 32, 4, 1)}})
@@ -68,6 +69,7 @@ def test_tiles_that_a_window_has_passed(kernels, monkeypatch, statistic):
     check(kernels, *on("triton", given, statistic, AttentionOptions(scaling=0.3, window=24)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("statistic", [Mass(), Mass(rows=5, gain=1.5), Low()], ids=["mass", "gain", "low"])
 def test_a_report_in_two_splits(kernels, monkeypatch, statistic):
     monkeypatch.setattr(launch, "splits", lambda programs, like: 2)

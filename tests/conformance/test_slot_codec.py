@@ -113,6 +113,7 @@ def test_thousands_of_slots(bits):
     ask("native", token(4096, 128, 2), bits, Low(), AttentionOptions(scaling=0.1, softcap=20.0, window=4000))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["triton", "reference"])
 @pytest.mark.parametrize(("D", "G", "S"), [(64, 3, 70), (128, 1, 257), (80, 7, 17), (32, 2, 1), (144, 2, 17)])
 def test_backends_that_are_slow(name, D, G, S):
@@ -206,6 +207,7 @@ def test_the_number_of_threads_changes_nothing():
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("D", "E"), [(6, 10), (80, 32), (128, 64), (144, 6)])
 def test_triton_codes_a_token_as_the_definition_does(D, E):
     _, slots, now = token(20, D, 1, E=E)
@@ -229,6 +231,7 @@ def test_triton_codes_a_token_as_the_definition_does(D, E):
             assert (first != second).float().mean() < 0.001
 
 
+@pytest.mark.long
 def test_triton_makes_no_copy(monkeypatch):
     query, slots, now = token(40, 64, 2)
     slots.positions[:, :, 5] = -1

@@ -97,6 +97,7 @@ RECENT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stay", STAY)
 @pytest.mark.parametrize("recent", RECENT)
 @pytest.mark.parametrize("sinks", [0, 30])
@@ -237,6 +238,7 @@ def parts(step):
 STEPS = [(dtype, *case) for dtype in DTYPES for case in FUSED if dtype == torch.float32 or case[1] == "per head"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "sums", "limits"), STEPS)
 @pytest.mark.parametrize("name", [name for name, kind in BACKENDS.items() if kind.fuses])
 def test_a_fused_step_is_its_parts(name, dtype, sums, limits):

@@ -66,6 +66,7 @@ def test_keys_and_values_of_zeros(policy):
         check_held(layer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 1, 3], ids=["prompt", "chunk", "token"])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -55,6 +55,7 @@ def chosen(case):
     return ([*LAWS].index(law) + PAIRS.index((policy, rule)) + [*KV_BITS].index(bits)) % 6 == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("law", "policy", "rule", "bits"), sweep(CODED, chosen))
 def test_law_over_codes(law, policy, rule, bits):
     for case in CASES:

@@ -85,6 +85,7 @@ def chosen(pair):
     return policy in PLAIN or ([*LAWS].index(law) + VARIANTS.index(policy)) % 12 == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("law", "policy"), sweep(PAIRS, chosen))
 def test_law(law, policy):
     # One function for each case: Hypothesis nests a function's settings at every call, a thousand calls at most.

@@ -29,6 +29,7 @@ def breaks(law, policy):
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [StreamingLLM(sinks=2), H2O(recent=3)])
 def test_without_a_bug_no_law_is_broken(policy):
     assert [law for law in LAWS if breaks(law, policy)] == []

@@ -20,6 +20,7 @@ def chosen(triple):
     return ([*LAWS].index(law) + PLAIN.index(policy) + [*KV_BITS].index(bits)) % 6 == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("law", "policy", "bits"), sweep(TRIPLES, chosen))
 def test_law_over_codes(law, policy, bits):
     # One function for each case: Hypothesis nests a function's settings at every call, a thousand calls at most.

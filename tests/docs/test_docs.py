@@ -40,6 +40,7 @@ def test_the_readmes_code_runs(capsys):
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()} >= {"0", "1"}
 
 
+@pytest.mark.long
 def test_the_engines_page_runs(capsys):
     exec("".join(blocks((ROOT / "docs/engine.md").read_text(), "python")), {})
     said = capsys.readouterr().out

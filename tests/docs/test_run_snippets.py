@@ -83,6 +83,7 @@ what the page shows
     assert shown.count("[ok, ") == shown.count("[FAILED, ") == 2
 
 
+@pytest.mark.long
 def test_a_line_that_takes_too_long_has_failed_and_the_next_one_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(run_snippets, "TIMEOUT_S", 1)
     said: list[str] = []

@@ -61,6 +61,7 @@ def test_the_choice_equals_a_request_that_asked_for_that_budget(name, rule, poli
     assert {result.budget for result in found} >= {4, 8}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["ada:0", "global:0"])
 def test_rows_of_one_run_choose_for_themselves(rule):
     """Prompts of one length are read together, with and without a guard."""
@@ -71,6 +72,7 @@ def test_rows_of_one_run_choose_for_themselves(rule):
         assert close(result, engine_of(rule=rule).generate([asked(i, new=NEW, budget=result.budget)])[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_bits", ["4", "k8v4"])
 @pytest.mark.parametrize("rule", ["ada:0.2", "global:0.1"])
 def test_codes_and_pins(rule, kv_bits):
@@ -109,6 +111,7 @@ def test_the_pool_of_a_row_that_was_reduced_is_whole_again_for_the_next():
     assert all(isinstance(block.store, PooledStore) for block in rows.blocks_of(0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["ada:0.2", "global:0.1"])
 def test_a_session_keeps_the_budget_that_its_first_turn_chose(rule, tmp_path):
     answers = []

@@ -96,6 +96,7 @@ def test_a_beginning_of_a_longer_conversation_is_cut_out_of_it():
         assert len(engine.session_names) == 1
 
 
+@pytest.mark.long
 def test_parallel_requests_of_one_conversation_both_fork():
     with engine_of(rows=4) as engine:
         one = ask(engine, FIRST)
@@ -170,6 +171,7 @@ def test_turns_of_an_evicted_memory_can_be_taken_back():
         assert ask(engine, [*found[1][0], 5]).cached_tokens <= 32  # within a turn it can only be read anew
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_windows_that_have_passed_tokens_go_on_as_a_whole(name):
     with engine_of(name) as engine:

@@ -54,6 +54,7 @@ def test_every_policy_is_recorded_or_refused_with_a_reason(policy):
     assert bool(engine._runner.graphs._steps) == (not refused)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["h2o:decay=0.9", "scissorhands"])
 def test_tokens_are_those_of_a_request_alone(policy):
     engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=3, prefill_chunk=5, graphs=True)

@@ -317,6 +317,7 @@ def test_messages_that_are_missing_are_counted_from_the_end():
     assert missing_messages((), said("a")) is None
 
 
+@pytest.mark.long
 def test_thousands_of_drops_and_messages_are_told_in_their_number_of_steps():
     n = 5_000
     asked = [(10 * i + 10, [(10 * i, 10 * i + 5)]) for i in range(n)]

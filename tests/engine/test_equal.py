@@ -206,6 +206,7 @@ arrivals = st.builds(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", sweep([6, 150], lambda examples: examples == 6))
 def test_random_schedules(examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -260,6 +261,7 @@ def play(engine: Engine, schedule: list[Arrival]) -> tuple[dict[int, Arrival], d
     raise AssertionError("a request never ends")
 
 
+@pytest.mark.long
 def test_budgets_of_layers_and_positions():
     requests = [
         Request(prompt=prompt_of(i, 20 + i), sampling=SamplingParams(max_new_tokens=8), budget=b)

@@ -21,6 +21,7 @@ def run(first, last):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_random_schedules_with_faults(no_checked_annotations):
     found = tally(schedule, 0, FEW, called="schedule")
     assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 2

@@ -101,6 +101,7 @@ def test_layers_with_full_attention_share_a_pool_and_the_others_have_equal_heads
     assert sum(int(layer.block.budget.sum()) for layer in pooled) == 2 * len(pooled) * 2 * BUDGET
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", sorted(backends.KINDS.keys() - {"triton"}))
 def test_rows_of_other_policies_and_budgets_get_what_they_get_alone(backend, monkeypatch):
     monkeypatch.setenv(backends.SWITCH, backend)

@@ -237,6 +237,7 @@ def test_more_first_tokens_than_slots_leave_one_slot_for_the_newest(tmp_path):
     assert held[0, 1] == near(40 + NEW - 1, slots=5, sinks=4)
 
 
+@pytest.mark.long
 def test_rows_with_budgets_above_and_below_the_limit_share_a_batch(limits):
     requests = asked(KINDS, budgets=(BUDGET, 6, 14))
     engine = Engine(model("llama"), policy=KINDS[0], budget=14, rows=3, head_budget=limits)

@@ -64,6 +64,7 @@ def everything(engine, queue, requests):
     return [one.token_ids for one in results]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["late", "random"])
 @pytest.mark.parametrize(
     ("policy", "chunk"),
@@ -305,6 +306,7 @@ def test_without_room_rows_change_hands_as_ever(queue, made):
     assert engine._swapper.swaps > 4
 
 
+@pytest.mark.long
 def test_a_copy_that_does_not_fit_is_not_tried_again(made):
     def fails(name):
         if name == "empty":

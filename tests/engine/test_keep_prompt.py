@@ -37,6 +37,7 @@ def kept(engine, number):
     return set.intersection(*heads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize(("policy", "keep"), CASES)
 def test_rows_get_the_tokens_that_they_get_alone(policy, keep, chunk):
@@ -60,6 +61,7 @@ def test_the_engine_says_it_for_all_requests_and_a_request_for_itself(keep, stay
         assert kept(engine, number) & {*range(12)} == stays
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "keep"), CASES)
 def test_a_session_keeps_what_it_reads(policy, keep, tmp_path):
     string = named(policy, keep)
@@ -97,6 +99,7 @@ def test_a_session_has_its_own_setting():
             engine.session(name="x", budget=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [True, 0.5])
 def test_a_common_beginning_is_shared_and_keeps_nothing_of_other_prompts(keep):
     start = prompt_of(5, 8)
@@ -109,6 +112,7 @@ def test_a_common_beginning_is_shared_and_keeps_nothing_of_other_prompts(keep):
         assert result.cached_tokens == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [True, 0.5])
 def test_rows_that_take_turns_keep_their_prompts(keep):
     string = named("h2o:recent=2", keep)
@@ -158,6 +162,7 @@ def test_models_with_windows(name, keep):
     assert engine.generate(wish(prompt, 50))[0].token_ids == alone(name, prompt, 50, string, BUDGET, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [{"policy": "adakv:window=4"}, {"policy": "h2o:recent=2", "head_budget": "ada:0.2"}])
 def test_a_prompt_that_leaves_with_a_window_takes_no_slots_of_its_heads(heads):
     with engine_of(**heads, budget=BUDGET, name="gemma3", keep_prompt=True) as engine:

@@ -108,6 +108,7 @@ def test_windows_that_were_passed_before_the_prompt_was_kept_cannot_be_cut_back(
             assert result.token_ids == ask(fresh, edited).token_ids
 
 
+@pytest.mark.long
 def test_the_first_turn_that_evicts_keeps_its_prompt():
     with engine_of(policy="tova", budget=48) as engine:
         found = turns(engine, 6)

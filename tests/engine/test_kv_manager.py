@@ -81,6 +81,7 @@ def fits(policy, budget, memory):
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["h2o", "scissorhands", "ahakv:recent=3", "streaming_llm:sinks=4"])
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2, 0.0])
 @pytest.mark.parametrize("tried", sweep(["around it", "all"], lambda tried: tried == "around it"))

@@ -34,6 +34,7 @@ def poison(blocks):
             tensor.masked_fill_(empty, torch.nan)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_the_rows_of_an_engine(policy, backend):
     evicts = kvkeep.parse(policy).evicts

@@ -67,6 +67,7 @@ KINDS = [(plain, "llama"), (plain, "llama tied"), (plain, "gemma2"), (packed, "l
 kinds = pytest.mark.parametrize(("made", "name"), KINDS, ids=lambda part: getattr(part, "__name__", part))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 3, 20, 40])
 @kinds
 def test_log_probabilities_are_those_of_a_product_in_float32(made, name, rows, tmp_path):

@@ -60,6 +60,7 @@ def expected(kind, ids=IDS, policy="h2o", budget=16):
     return tuple(found[0, len(ids) :].tolist())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", adapter_folders.KINDS)
 def test_an_adapter_writes_what_peft_writes(kind):
     want = expected(kind)

@@ -69,6 +69,7 @@ def memory(policy, budget, **settings):
     return cache.snapshot(), cache.policy
 
 
+@pytest.mark.long
 def test_all_tokens_tell_all_and_few_tell_little():
     told = quoted().measure(*memory("full", 2 * len(text())))
     assert told.share > 0.7

@@ -41,6 +41,7 @@ def test_they_are_those_of_the_model_also_beside_other_requests(kind):
     check(found[-1].prompt_logprobs, prompt(33, 8), 2, kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_change_nothing_while_nothing_is_evicted(chunk):
     engine = Engine(model("llama"), budget=64, rows=2, prefill_chunk=chunk, prefix_memory=2**20)

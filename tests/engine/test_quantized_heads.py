@@ -29,6 +29,7 @@ def engine_of(rule, kv_bits, policy=KINDS[0], **options):
     return Engine(model("llama"), policy=policy, kv_bits=kv_bits, **given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "kv_bits", "chunk"),
     sweep([(k, b, c) for k in RULES for b in KV_BITS for c in (None, 5)], lambda case: case[1:] == ("4", 5)),

@@ -72,6 +72,7 @@ def said(engine, rule, **sampling):
     return result.finish_reason, len(result.token_ids)
 
 
+@pytest.mark.long
 def test_a_repetition_ends_a_request_of_the_engine(engine):
     rule = {"max_pattern_size": 2, "min_count": 5}
     assert said(engine, rule) == ("repetition", 5)

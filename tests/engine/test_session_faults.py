@@ -6,6 +6,7 @@ from sweeps import sweep
 from .session_faults import life
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", sweep(range(100), lambda seed: seed < 8))
 def test_sessions_survive_faults(seed, monkeypatch):
     life(seed, monkeypatch)

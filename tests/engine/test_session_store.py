@@ -80,6 +80,7 @@ def test_memory_stays_within_its_limit_with_many_sessions(tmp_path):
             assert shelf.held_bytes <= limit + sessions[i].nbytes
 
 
+@pytest.mark.long
 def test_forks_of_a_session_on_the_disk_share_nothing(tmp_path):
     with engine_of(session_memory=0, session_dir=tmp_path) as engine:
         for name in (None, "anna"):

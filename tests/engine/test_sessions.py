@@ -149,6 +149,7 @@ def test_slot_positions():
         assert [session.ask(turn, short()).token_ids for turn in TURNS] == [alone.ask(turn) for turn in TURNS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_models_with_states(family, tmp_path):
     """Their turns go on from the state: with room for everything, a conversation is one long prompt."""

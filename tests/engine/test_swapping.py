@@ -39,6 +39,7 @@ def budget_of(policy):
     return BUDGET if found.evicts and not found.grows else 64
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "chunk"),
     sweep([(p, c) for p in POLICIES for c in (None, 4)], lambda case: case[0] in KINDS and case[1] is None),

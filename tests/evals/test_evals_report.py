@@ -235,6 +235,7 @@ def test_questions_that_come_later_have_panels_of_their_own():
     ]
 
 
+@pytest.mark.long
 def test_intervals_are_drawn(tmp_path):
     plain = [r for r in several_seeds() if r["seed"] == 0]
     (tmp_path / "plain").mkdir()

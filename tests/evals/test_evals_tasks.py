@@ -393,6 +393,7 @@ def test_a_question_that_comes_later_is_cut_off_from_its_text(tmp_path, template
         assert asked.first == len(asked.ids) - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", sweep(["h2o", "snapkv:window=8", "adakv:window=8", "local"], "local".__eq__))
 def test_later_questions_are_the_second_turn_of_generate(policy):
     task = load(Recall, LATER)

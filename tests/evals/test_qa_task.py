@@ -81,6 +81,7 @@ def load(task, *, own=True, **options):
 # RULER
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ruler.PARTS)
 @pytest.mark.parametrize("ask", ["inside", "later"])
 def test_rulers_prompts_fit_and_hold_their_answers(part, ask, data):

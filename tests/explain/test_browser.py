@@ -36,6 +36,7 @@ def shades(page, policy):
     )
 
 
+@pytest.mark.long
 def test_carriage_returns_are_no_boxes(opened):
     shown = opened().evaluate("['a\\r\\nb', '\\r', '\\x01'].map(kvkeep.visible)")
     assert shown == ["a\nb", "\u2190", "\u2401"]

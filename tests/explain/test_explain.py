@@ -66,6 +66,7 @@ QUESTION = "Where does Boris keep his rope?"
 SAMPLING = kvkeep.SamplingParams(max_new_tokens=6)
 
 
+@pytest.mark.long
 def test_the_default_is_what_generate_does():
     found = kvkeep.explain(None, text(), question=QUESTION, budget=80, max_new_tokens=6)
     model, tokenizer = kvkeep.load()
@@ -89,6 +90,7 @@ def test_a_later_question_is_what_remember_does():
     assert [found.read(moment) for moment in range(3)] == [*found.prompt_ends, wanted.prompt_tokens + 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -189,6 +189,7 @@ def test_a_fresh_process_in_an_empty_home(home):
     assert done.stderr == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "forbidden"),
     [({"TERM": "dumb"}, r"\x1b"), ({"TERM": "xterm", "NO_COLOR": "1"}, r"\x1b\[[\d;]*[34]\d")],

@@ -263,6 +263,7 @@ def test_a_long_prompt_stays_whole(tokenizer):
     assert chat_templates.fill(tokenizer, [{"role": "user", "content": text}]) == text
 
 
+@pytest.mark.long
 def test_a_process_that_was_ended_is_started_again(tokenizer):
     tokenizer.chat_template = "{{ messages[0].role }}{{ messages[0].content }}"
     chat_templates.fill(tokenizer, MESSAGES)

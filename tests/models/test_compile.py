@@ -83,6 +83,7 @@ class Watched:
         return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [

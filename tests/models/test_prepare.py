@@ -111,6 +111,7 @@ def generated(model, rows: int = 3, tokens: int = 64):
     return [result.token_ids for result in Engine(model, budget=24, rows=rows).generate(requests)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_model_says_what_the_plain_one_says(name):
     plain = made(name)

@@ -107,6 +107,7 @@ def packed_bytes(weight: torch.Tensor, bits: int) -> int:
     return rows * (weight.shape[1] * bits // 8 + weight.shape[1] // 32 * 4 + 4)
 
 
+@pytest.mark.long
 @kernel
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_fused_modules_compute_what_plain_ones_do(wide: Path, dtype: str):
@@ -245,6 +246,7 @@ def test_a_packed_model_runs_under_autograd(wide: Path):
     assert float((found - logits(model)).norm() / found.norm()) < 1e-3
 
 
+@pytest.mark.long
 @kernel
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_eviction_works_as_ever(wide: Path, dtype: str):

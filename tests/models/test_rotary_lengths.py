@@ -97,6 +97,7 @@ def texts(engine: kvkeep.Engine, *prompts: Sequence[int]) -> list[list[int]]:
     return [list(result.token_ids) for result in results]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_neighbours_earlier_texts_and_chunks_change_nothing(kind: str, chunk: int | None):

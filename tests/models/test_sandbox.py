@@ -98,6 +98,7 @@ def test_a_system_that_sets_no_limit_answers_all_the_same(monkeypatch: pytest.Mo
     assert answer("a") == {"text": "a"}
 
 
+@pytest.mark.long
 def test_ctrl_c_on_a_terminal_does_not_end_the_process():
     """A terminal interrupts all processes of the group that it shows."""
     process = SandboxProcess(Path(sandbox_render.__file__), 2**28)

@@ -66,6 +66,7 @@ def test_rows_have_the_wanted_length_and_weighted_answers(recall, tokenizer, see
     assert (weights == 8.0).sum() >= 4
 
 
+@pytest.mark.long
 def test_nothing_held_out_is_in_a_recall_document(recall, tokenizer):
     words = set()
     for seed in range(150):

@@ -121,6 +121,7 @@ def test_a_model_of_one_layer(calls):
     assert len(calls) > 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt"])
 @pytest.mark.parametrize("rows", [1, 3, 32])
@@ -147,6 +148,7 @@ def test_learned_positions_under_every_kind_of_policy(policy, calls):
         assert len(calls) == (0 if policy in {"h2o:decay=0.9", "scissorhands"} else 2 * 7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"kv_bits": "k8v4"}, {"positions": "slot"}])
 def test_under_every_kind_of_policy(policy, options, calls):

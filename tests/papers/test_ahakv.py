@@ -89,6 +89,7 @@ def test_the_gain():
     assert clamped.gain(5000) == pytest.approx(1.79, abs=5e-3)
 
 
+@pytest.mark.long
 def test_up_to_the_square_root_of_e_the_softmax_is_the_ordinary_one():
     """26 tokens and a budget of 16: 1.625, below 1.6487; from 27 tokens on, 1.6875, the two differ."""
     for n, equal in ((26, True), (27, False)):

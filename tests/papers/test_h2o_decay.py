@@ -38,6 +38,7 @@ def test_the_mass_is_a_geometric_sum_of_the_rows():
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turns", [(24, *DECODE), CHAT], ids=["prompt", "chat"])
 def test_the_limits(turns):
     """Nothing fades: H2O. Everything fades at once: only the current row counts."""

@@ -99,6 +99,7 @@ def test_each_pair_of_query_and_key_and_each_query_head_has_its_own_noise():
     assert len(drawn) == 4 * 55
 
 
+@pytest.mark.long
 def test_noise_makes_a_difference():
     case = Case("keyformer", 12, (40, *DECODE))
     _, turns = choose(case)

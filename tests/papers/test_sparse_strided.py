@@ -23,6 +23,7 @@ TIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
 def test_keeps_the_pattern_and_the_heavy_hitters(case):
     compare(case)

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "budgets", "turns"), CASES, ids=str)
 def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
     rows = [draw(sum(turns), seed) for seed in (1, 2)]

@@ -23,6 +23,7 @@ TIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
 def test_keeps_what_the_current_row_looks_at(case):
     compare(case)

@@ -69,6 +69,7 @@ UNLIMITED = [
 ]
 
 
+@pytest.mark.long
 def test_an_unlimited_budget_is_the_full_cache_bit_for_bit():
     """In decode; the prompt's rows are summed up in another order where a statistic counts them."""
     full = Case("full", N, (24, *DECODE))

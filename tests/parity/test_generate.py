@@ -73,6 +73,7 @@ def held(positions):
     return [sorted(position for position in head if position >= 0) for head in positions.tolist()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "policy"), sweep(PAIRS, chosen))
 def test_each_row_of_a_batch_gets_what_it_gets_alone(family, policy):
     # the keys of a repeated token have the same norm up to rounding, which in float32 may depend on the batch

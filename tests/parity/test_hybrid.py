@@ -177,6 +177,7 @@ def test_rows_of_several_policies_and_budgets_share_an_engine():
     assert [r.token_ids for r in found] == [alone("lfm2", request, "local") for request in requests]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [RuntimeError("in a layer"), KeyboardInterrupt()])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("family", CONFIGS)

@@ -31,6 +31,7 @@ def ragged():
     return ids, mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "policy"), sweep(CASES, lambda case: case[0] in ("llama", "yarn")))
 @pytest.mark.parametrize("positions", ["true", "slot"])
 @pytest.mark.parametrize("chunk", [None, 3])

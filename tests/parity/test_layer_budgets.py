@@ -51,6 +51,7 @@ def used(policy, rule):
     return cache
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EVICTING)
 def test_each_layer_holds_its_own_budget(name):
     policy = kvkeep.parse(f"{name}:{SMALL.get(name, '')}")

@@ -250,6 +250,7 @@ def saved(folder: Path, config: PreTrainedConfig) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_working_memory_is_not_more_than_planned(

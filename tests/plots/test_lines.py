@@ -36,6 +36,7 @@ def test_no_two_of_sixty_lines_look_alike_without_colour():
     assert len({str(look["linestyle"]) for look in references}) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["a"], [LONG], [LONG, "h2o", "a" * 400], [f"{LONG}{n}" for n in range(20)]])
 @pytest.mark.parametrize("panels", [1, 3, 7])
 def test_the_legend_and_the_titles_fit(names, panels):

@@ -193,6 +193,7 @@ def test_a_third_party_package_is_found_through_its_entry_point(tmp_path):
     assert done.stdout.strip() == "found and lawful", done.stderr
 
 
+@pytest.mark.long
 def test_a_broken_third_party_package_is_named_not_traced(tmp_path):
     (tmp_path / "broken_policy.py").write_text("import nowhere_to_be_found")
     meta = tmp_path / "broken-1.0.dist-info"

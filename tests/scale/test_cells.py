@@ -32,6 +32,7 @@ from kvkeep.scale.worker import ModelFacts, ModelWorker
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_the_rows_and_tables_are_those_of_one_process_whoever_dies(seed, on, whole, tmp_path):
     cluster = on(Real(seed, deaths=seed % 4))
@@ -47,6 +48,7 @@ def test_the_rows_and_tables_are_those_of_one_process_whoever_dies(seed, on, who
     assert not any(actor.alive for actor in cluster.actors)
 
 
+@pytest.mark.long
 def test_json_has_the_rows_and_the_number_of_workers(on, whole, tmp_path):
     on(Real(1))
     found = json.loads(invoke(tmp_path, "--ray-workers", 2, "--json").stdout)
@@ -96,6 +98,7 @@ def test_rows_that_were_there_are_kept_and_counted(on, tmp_path):
     assert len(rows(tmp_path)) == CELLS
 
 
+@pytest.mark.long
 def test_names_of_files_are_those_that_the_user_gave(on, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model_folders.folder())

@@ -222,6 +222,7 @@ def lines(tmp_path):
     return write(tmp_path / "in.jsonl", {"prompt": "Once"}), tmp_path / "out.jsonl"
 
 
+@pytest.mark.long
 def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch):
     """The process for that takes half a second to start, for which all lines of a worker would wait."""
     made = []

@@ -125,6 +125,7 @@ SCHEMAS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("body", SCHEMAS, ids=lambda body: str(body)[:60])
 def test_schemas_that_are_deep_or_turn_in_circles(server, body):
     pytest.importorskip("llguidance")

@@ -162,6 +162,7 @@ def start(tmp_path, *words):
     return process, found[1], err
 
 
+@pytest.mark.long
 def test_sigterm_drains_and_no_text_is_logged(tmp_path):
     process, url, err = start(tmp_path, "--session-dir", tmp_path / "sessions")
     body = {"prompt": "a secret dog", "max_tokens": 150, "ignore_eos": True, "stream": True}

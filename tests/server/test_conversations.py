@@ -160,6 +160,7 @@ def test_a_conversation_that_was_opened_makes_room_for_others():
         assert server.client.get(f"/v1/sessions/{entry['id']}").status_code == 404
 
 
+@pytest.mark.long
 def test_parallel_chats_have_conversations_of_their_own(server, fresh):
     wanted = {n: texts_of(talk(fresh, (f"{A} {n}", B, C))[0]) for n in range(6)}
     found = {}
@@ -176,6 +177,7 @@ def test_parallel_chats_have_conversations_of_their_own(server, fresh):
     assert all(cached(talk[2]) >= talk[1]["usage"]["prompt_tokens"] for talk in found.values())
 
 
+@pytest.mark.long
 def test_the_same_conversation_at_once(server, fresh):
     first, messages = talk(server, (A,), user="once")
     then = [[*messages, said(f"{B} {n}")] for n in (1, 1, 2, 2, 3)]
@@ -322,6 +324,7 @@ def test_conversations_that_made_room_for_others_take_no_room_among_open_session
         assert server.post("/v1/sessions", {"id": "mine"}).status_code == 201
 
 
+@pytest.mark.long
 def test_a_conversation_that_is_forgotten_while_a_client_opens_it_is_no_new_session(monkeypatch):
     with serve(budget=256, engine=MEMORY) as server:
         answered(server, [said(A)])

@@ -55,6 +55,7 @@ def usage(answer):
 # sessions
 
 
+@pytest.mark.long
 def test_a_session_drops_messages_and_goes_on(server):
     server.post("/v1/sessions", {"id": "agent"})
     refused = server.refused(server.post("/v1/sessions/agent/drop", {"messages": [0]}))
@@ -105,6 +106,7 @@ OF_SESSIONS = [
 ]
 
 
+@pytest.mark.long
 def test_wrong_drops_of_a_session_are_refused(server):
     server.post("/v1/sessions", {"id": "wrong", "policy": "h2o"})
     said(server, [SYSTEM, FIRST], session_id="wrong")
@@ -122,6 +124,7 @@ def test_sessions_of_others_are_unknown():
         server.refused(server.post("/v1/sessions/mine/drop", {"messages": [0]}), 401)
 
 
+@pytest.mark.long
 def test_a_drop_beside_a_turn_and_two_at_once(server):
     server.post("/v1/sessions", {"id": "busy"})
     said(server, [SYSTEM, FIRST], session_id="busy")
@@ -160,6 +163,7 @@ def test_a_drop_beside_a_turn_and_two_at_once(server):
 # chats
 
 
+@pytest.mark.long
 def test_a_chat_drops_messages_as_akv_does_and_reads_what_is_new(server):
     messages = talk(server, user="akv")
     with serve(budget=256) as fresh:
@@ -232,6 +236,7 @@ OF_CHATS = [
 ]
 
 
+@pytest.mark.long
 def test_wrong_drops_of_a_chat_are_refused(server):
     for body, why in OF_CHATS:
         if not hasattr(server, "wrong_talk"):

@@ -27,6 +27,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
 WORDS = ["yes", "no"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -183,6 +184,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.long
 def test_what_is_known_and_not_built_is_refused_by_its_name(server):
     for body, param in REFUSED:
         for stream in (False, True):
@@ -247,6 +249,7 @@ def test_unknown_keys_of_objects_and_variables_that_the_template_does_not_read_a
     assert sum("chat_template_kwargs.messag" in line for line in caplog.messages) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [5, "x", [], {"a": {"b": [1]}}, {"": 1}], ids=str)
 def test_objects_of_other_forms_fail_no_server(server, value):
     for name in (*PARTS, "text", "reasoning"):

@@ -41,6 +41,7 @@ def test_names_of_this_machine_are_answered(server, host):
     assert status(server, host=host) == 200
 
 
+@pytest.mark.long
 def test_pages_of_other_origins_are_refused(server):
     own = server.url
     for origin in ("http://evil.example", "null", "http://localhost:3000", "https://[", own + "0"):

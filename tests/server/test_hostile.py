@@ -217,6 +217,7 @@ def test_bodies_that_are_too_large(server):
         assert shown(server.client.post(TEXT, content=pieces())) == 413
 
 
+@pytest.mark.long
 def test_headers_of_all_kinds(server):
     for headers in (
         {"Content-Type": "application/json; charset=utf-8"},
@@ -376,6 +377,7 @@ def test_a_request_waits_and_runs_for_so_long():
         assert server.idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [__file__, "/no/such/file.pt"])
 def test_a_client_does_not_find_out_which_files_there_are(server, path):
     policy = f"triattention:calibration={path}"

@@ -18,6 +18,7 @@ def positions(server, name):
     return set(server.client.get(f"/v1/sessions/{name}/positions").json()["positions"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_session_keeps_the_prompts_of_its_turns(server, keep):
     name = f"s-{keep}".lower()

@@ -27,6 +27,7 @@ PUBLISHED = {
 # The files, without a browser.
 
 
+@pytest.mark.long
 def test_the_page_needs_no_key_and_can_be_switched_off():
     with serve(keys=keys("anna-anna")) as server:
         for path, (name, kind) in PAGE_FILES.items():
@@ -94,6 +95,7 @@ def names(page):
     return page.locator("#list button:first-child").all_inner_texts()
 
 
+@pytest.mark.long
 def test_a_chat_is_named_and_found_again(page, server):
     answers(page, "**Half** of", " it", end=False)  # the message is not lost, nor what came of the answer
     page.fill("#text", "Tell me about the sea and everything that lives in it")

@@ -87,6 +87,7 @@ async def leave(client, body, kind):
         await asyncio.wait_for(client.post("/v1/completions", json={**body, "max_tokens": 5000}), kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
 def test_all_rows_come_back_and_answers_are_those_of_a_single_client(count):
     made = bodies(count)

@@ -32,6 +32,7 @@ def pinned(server, messages, **body):
     return [SYSTEM["content"] if text.endswith(SYSTEM["content"]) else text for text in texts]  # with what is before it
 
 
+@pytest.mark.long
 def test_a_short_system_message_is_pinned_unasked(server):
     assert pinned(server, [SYSTEM, *ASKED]) == ["Be brief."]
     assert pinned(server, [SYSTEM, *ASKED], pin_system=False) == []
@@ -42,6 +43,7 @@ def test_a_short_system_message_is_pinned_unasked(server):
     assert pinned(server, [SYSTEM, *ASKED], budget=40, policy="local") == ["Be brief."]
 
 
+@pytest.mark.long
 def test_messages_are_pinned_by_their_index(server):
     more = [SYSTEM, *ASKED, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"}]
     assert pinned(server, more, pin_messages=[1]) == ["Be brief.", ASKED[0]["content"]]
@@ -86,6 +88,7 @@ def test_instructions_of_a_response_are_pinned(server):
     assert len(session.pins) == 1
 
 
+@pytest.mark.long
 def test_a_server_may_leave_system_messages_alone():
     with serve(budget=64, engine=MEMORY, pin_system=False) as server:
         assert pinned(server, [SYSTEM, *ASKED]) == []

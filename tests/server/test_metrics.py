@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .running import NAME, keys, serve
 
 VLLM = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_requests_running")
@@ -46,6 +48,7 @@ def test_numbers_need_a_key():
         assert server.client.get("/metrics", headers={"Authorization": "Bearer anna-anna"}).status_code == 200
 
 
+@pytest.mark.long
 def test_bytes_of_sessions_are_counted_where_they_lie(tmp_path):
     options = {"session_dir": str(tmp_path)}
     with serve(engine=options, **options) as server:

@@ -66,6 +66,7 @@ def harmless(page):
     assert page.evaluate("document.querySelectorAll('script').length") == 3
 
 
+@pytest.mark.long
 def test_what_a_model_writes_never_runs(page):
     answers(page, *PAYLOADS)  # all in one text, too, where one may open what another closes
     ask(page, "All")
@@ -82,6 +83,7 @@ def test_what_a_model_writes_never_runs(page):
     assert "<script>window.bad = 1</script>" in page.locator("article.assistant").nth(1).inner_text()
 
 
+@pytest.mark.long
 def test_names_errors_and_tokens_never_run_either(chromium, server):
     bad = "<img src=x onerror=window.bad=1><script>window.bad=1</script>"
     card = {"id": f"/models/{bad}", "kvkeep": {"policy": bad, "budget": 64, "policies": [bad]}}

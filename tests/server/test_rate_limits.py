@@ -91,6 +91,7 @@ def at_once(count, work):
     return threads, found
 
 
+@pytest.mark.long
 def test_twenty_clients_of_one_key_at_once_are_let_in_up_to_the_limit(kind):
     def ask():
         body = {"prompt": "A", "max_tokens": 2, "ignore_eos": True}
@@ -291,6 +292,7 @@ def test_a_server_without_keys_has_one_limit_for_everybody(kind):
         assert running.refused(running.complete(), 429)["code"] == "key_tokens"
 
 
+@pytest.mark.long
 def test_refusals_are_in_the_metrics(kind):
     with limited(kind, key_tokens=1) as running:
         running.client.headers.update(ANNA)
@@ -331,6 +333,7 @@ def test_a_replica_that_dies_frees_the_slot_and_what_it_wrote_counts(mortal):
     assert mortal.complete().status_code == 200
 
 
+@pytest.mark.long
 def test_a_request_that_waits_for_its_session_counts_once_and_until_its_end(mortal):
     """Its first replica refuses it, because the session's holder has not ended yet; the router tries again."""
     assert mortal.post("/v1/sessions", {"id": "trip"}).status_code == 201

@@ -99,6 +99,7 @@ ALLOWED = [
 ]
 
 
+@pytest.mark.long
 def test_what_the_types_of_the_api_allow_is_taken(server):
     for body in ALLOWED:
         answer = server.post(RESPONSES, {"input": "a", "max_output_tokens": 2, **body})
@@ -163,6 +164,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.long
 def test_what_is_refused_names_its_parameter(server):
     for body, param in REFUSED:
         answer = server.client.post(RESPONSES, content=json.dumps({"input": "a", **body}))

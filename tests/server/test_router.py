@@ -57,6 +57,7 @@ def settle(running, rows):
         time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_turns_of_a_session_stay_with_its_replica(two):
     names = [f"stay-{n}" for n in range(4)]
     for name in names:
@@ -70,6 +71,7 @@ def test_turns_of_a_session_stay_with_its_replica(two):
         assert two.client.delete(f"{SESSIONS}/{name}").status_code == 200
 
 
+@pytest.mark.long
 def test_forks_and_rewinds_are_done_by_the_holder(two):
     make(two, "trunk")
     home = holder(two, "trunk")
@@ -121,6 +123,7 @@ def test_an_answer_is_continued_where_it_is_kept(two):
     two.refused(two.post("/v1/responses", body), 404)
 
 
+@pytest.mark.long
 def test_others_go_where_rows_are_free(two):
     with two.client.stream("POST", COMPLETE, json={**LONG, "stream": True}):
         busy = two.replicas.asked[-1][0]
@@ -135,6 +138,7 @@ def test_others_go_where_rows_are_free(two):
     assert set(asked(two, lambda: [two.complete() for _ in range(4)])) == {"one", "two"}
 
 
+@pytest.mark.long
 def test_answers_are_those_of_one_server_and_so_are_refusals(two):
     assert {two.complete(prompt="A dog").json()["choices"][0]["text"] for _ in range(4)} == {
         two.complete(prompt="A dog").json()["choices"][0]["text"]
@@ -181,6 +185,7 @@ def test_a_dead_replica_is_left_out(mortal):
     assert (health.status_code, health.json()["status"]) == (503, "starting")
 
 
+@pytest.mark.long
 def test_a_replica_that_ends_before_it_has_a_request_is_replaced(mortal):
     mortal.replicas.gone.update(("one",))
     assert {mortal.complete().status_code for _ in range(4)} == {200}
@@ -249,6 +254,7 @@ def test_a_client_that_leaves_frees_its_row(two):
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_session_whose_holder_is_about_to_end_is_waited_for(mortal):
     make(mortal, "trip")
     assert turn(mortal, "trip").status_code == 200
@@ -268,6 +274,7 @@ def test_a_session_whose_holder_is_about_to_end_is_waited_for(mortal):
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+@pytest.mark.long
 def test_a_session_that_stays_elsewhere_is_refused_in_the_end(mortal, monkeypatch):
     from kvkeep.server import router
 
@@ -291,6 +298,7 @@ def test_a_holder_that_did_not_answer_in_time_is_found_later(mortal):
     assert asked(mortal, lambda: turn(mortal, "trip")) == [home]
 
 
+@pytest.mark.long
 def test_keys_have_sessions_of_their_own():
     with fronted(keys=keys("key-of-anna", "key-of-bert")) as running:
         assert running.complete().status_code == 401

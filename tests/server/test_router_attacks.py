@@ -66,6 +66,7 @@ def replace_all(running, app):
     running.replicas.apps.update(dict.fromkeys(running.replicas.apps, app))
 
 
+@pytest.mark.long
 def test_a_replica_that_hangs_before_its_answer_is_given_up(short):
     replace_all(short, hanging())
     error = short.refused(short.complete(), 503)  # the replica would hang longer than the client waits
@@ -99,6 +100,7 @@ def broken_off(*messages):
     return app
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("messages", [(), begun(b"application/json")[:1]])
 def test_an_answer_without_a_body_is_an_error_and_hides_no_other_replica(messages):
     with fronted() as running:
@@ -120,6 +122,7 @@ def test_a_stream_that_breaks_off_ends_with_the_error(two):
     assert '"code":"replica_lost"' in text
 
 
+@pytest.mark.long
 def test_a_name_that_was_deleted_or_refused_is_free_for_forks(two):
     made_apart(two, "gone", "stem")
     assert two.client.delete(f"{SESSIONS}/gone").status_code == 200
@@ -217,6 +220,7 @@ def test_a_shared_folder_that_is_gone_is_said_in_words(tmp_path):
         assert running.post(SESSIONS, {"id": "x"}).status_code == 201
 
 
+@pytest.mark.long
 def test_a_key_reaches_nothing_of_another_key():
     with fronted(keys=keys("key-of-anna", "key-of-bert")) as running:
         running.client.headers["Authorization"] = "Bearer key-of-anna"

@@ -127,6 +127,7 @@ def test_stop_bias_and_penalties(server):
     assert changed == want.text
 
 
+@pytest.mark.long
 def test_completions_of_texts_and_token_ids(server):
     ids = server.post("/tokenize", {"prompt": "Anna had"}).json()["tokens"]
     prompts = ["Anna had", "The dog"]
@@ -141,6 +142,7 @@ def test_completions_of_texts_and_token_ids(server):
     assert len(server.post("/v1/completions", {"prompt": "a", "ignore_eos": True}).json()["choices"]) == 1
 
 
+@pytest.mark.long
 def test_an_answer_may_be_as_long_as_the_server_allows(server):
     with serve(max_new_tokens=40) as short:
         for path in ("/v1/chat/completions", "/v1/completions"):
@@ -268,6 +270,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.long
 def test_mistakes_are_named(server):
     for body, param, words in REFUSED:
         for stream in (False, True) if "stream_options" not in body else (False,):
@@ -320,6 +323,7 @@ def test_the_document_names_all_routes_and_bodies(server):
             assert named == re.findall(r"{(\w+)}", path)
 
 
+@pytest.mark.long
 def test_every_route_but_health_needs_a_key():
     with serve(keys=keys("0123456789", "abcdefghij")) as server:
         assert server.client.get("/health").status_code == 200
@@ -351,6 +355,7 @@ def test_no_end_comes_before_the_least_number_of_tokens():
             assert server.refused(server.complete(max_tokens=12, min_tokens=wrong))["param"] == "min_tokens"
 
 
+@pytest.mark.long
 def test_a_negative_seed_is_a_seed_and_minus_one_is_none(server):
     def drawn(**body):
         answer = server.chat(n=3, temperature=2, max_tokens=8, **body)

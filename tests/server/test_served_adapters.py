@@ -58,6 +58,7 @@ def test_adapters_are_models(server):
     assert server.client.get(f"/v1/models/{NAME}:c").status_code == 404
 
 
+@pytest.mark.long
 def test_a_chat_names_its_adapter(server, texts):
     assert said(chat(server)) == texts[None]
     for adapter, name in MODELS.items():
@@ -70,6 +71,7 @@ def test_a_chat_names_its_adapter(server, texts):
     assert len(found) == 3
 
 
+@pytest.mark.long
 def test_many_clients_of_several_adapters_at_once(server, texts):
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
         asked = [(adapter, pool.submit(chat, server, model=name)) for _ in range(4) for adapter, name in MODELS.items()]
@@ -90,6 +92,7 @@ def test_an_unknown_adapter_is_an_unknown_model(server, name):
         assert "tiny, tiny:a, tiny:b.1" in error["message"]
 
 
+@pytest.mark.long
 def test_sessions_keep_their_adapter(server, texts):
     made = server.post("/v1/sessions", {"id": "talk", "model": MODELS["a"]}).json()
     assert made["model"] == MODELS["a"]
@@ -108,6 +111,7 @@ def test_sessions_keep_their_adapter(server, texts):
     assert said(chat(server, session_id="plain")) == texts[None]
 
 
+@pytest.mark.long
 def test_saved_sessions_go_on_with_their_adapter(adapters, texts, tmp_path):
     options = {**OPTIONS, "session_dir": str(tmp_path), "engine": {"session_dir": str(tmp_path)}}
     with serve(adapters=adapters, **options) as server:

@@ -135,6 +135,7 @@ def test_a_turn_during_an_answer_waits_for_its_end(two):
     assert card["seen_tokens"] > before + 300
 
 
+@pytest.mark.long
 def test_turns_of_one_session_that_are_sent_at_once_are_all_answered(two):
     home, found = made(two, "idle"), []
     clients = [threading.Thread(target=lambda: found.append(turn(two, "idle"))) for _ in range(4)]
@@ -148,6 +149,7 @@ def test_turns_of_one_session_that_are_sent_at_once_are_all_answered(two):
     assert len(two.client.get(f"{SESSIONS}/idle").json()["messages"]) == 10
 
 
+@pytest.mark.long
 def test_a_session_that_cannot_be_written_waits_until_it_can(two, tmp_path, monkeypatch, caplog):
     from kvkeep.server import router
 
@@ -214,6 +216,7 @@ def test_changes_of_a_session_do_not_show_it_closed(two, monkeypatch):
         assert answer.json()["seen_tokens"] > 8, answer.text
 
 
+@pytest.mark.long
 def test_a_session_whose_client_hangs_up_goes_on_from_its_last_turn(two):
     home = made(two, "busy")
     before = two.client.get(f"{SESSIONS}/busy").json()
@@ -227,6 +230,7 @@ def test_a_session_whose_client_hangs_up_goes_on_from_its_last_turn(two):
     assert after["seen_tokens"] == before["seen_tokens"]
 
 
+@pytest.mark.long
 def test_a_router_that_has_not_heard_of_it_yet_goes_on(two):
     """The replica takes a session again for a turn, and lets it go afterwards."""
     home = made(two, "idle")
@@ -287,6 +291,7 @@ def test_a_session_whose_file_was_removed_is_written_again(two, tmp_path):
     assert len(two.client.get(f"{SESSIONS}/idle").json()["messages"]) == 4
 
 
+@pytest.mark.long
 def test_a_session_that_fails_keeps_no_other_one_here(two, monkeypatch, caplog):
     home = made(two, "first", "second")
     entry = two.replicas.apps[home].state.sessions.find("everybody", "first")
@@ -299,6 +304,7 @@ def test_a_session_that_fails_keeps_no_other_one_here(two, monkeypatch, caplog):
     until(lambda: not holders(two, "first"))
 
 
+@pytest.mark.long
 def test_the_handover_goes_on_after_a_look_that_fails(two, monkeypatch, caplog):
     monkeypatch.setattr(session_registry, "_HANDOVER_AGAIN_S", 0.01)
     looks, times, sessions = (

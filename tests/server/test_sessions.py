@@ -63,6 +63,7 @@ def test_pins_that_no_turn_could_keep_are_refused_at_once(server, pins):
     server.refused(server.client.get("/v1/sessions/full"), 404)
 
 
+@pytest.mark.long
 def test_tokens_are_pinned_afterwards(server):
     server.post("/v1/sessions", {"id": "pinned", "policy": "local", "budget": 16})
     assert "no turn yet" in server.refused(server.post("/v1/sessions/pinned/pin", {"pins": [[0, 1]]}))["message"]
@@ -94,6 +95,7 @@ def test_the_first_turn_can_be_taken_back(server):
     assert "can go back 0 turns" in server.refused(server.post("/v1/sessions/first/rewind"))["message"]
 
 
+@pytest.mark.long
 def test_the_first_turn_of_a_fork_can_be_taken_back(server):
     server.post("/v1/sessions", {"id": "seed", "policy": "h2o", "budget": 64, "pins": [[0, 2]]})
     server.post("/v1/sessions/seed/fork", {"id": "early"})
@@ -112,6 +114,7 @@ def test_the_first_turn_of_a_fork_can_be_taken_back(server):
     assert server.client.get("/v1/sessions/seed").json()["turns_to_rewind"] == 2
 
 
+@pytest.mark.long
 def test_a_session_of_an_earlier_server_takes_back_all_turns_or_says_why_not(tmp_path):
     engine = {"session_dir": tmp_path}
     with serve(engine=engine, session_dir=str(tmp_path)) as server:
@@ -130,6 +133,7 @@ def test_a_session_of_an_earlier_server_takes_back_all_turns_or_says_why_not(tmp
             assert turn(server, name, A)["choices"][0]["message"]["content"] == said[0]
 
 
+@pytest.mark.long
 def test_fork_and_rewind(server):
     server.post("/v1/sessions", {"id": "root", "policy": "h2o", "budget": 64})
     turn(server, "root", A)
@@ -152,6 +156,7 @@ def test_streamed_turns_count(server):
     assert len(server.client.get("/v1/sessions/streamed").json()["messages"]) == 2
 
 
+@pytest.mark.long
 def test_save_restore_and_delete(server):
     server.post("/v1/sessions", {"id": "kept"})
     assert "no turn yet" in server.refused(server.post("/v1/sessions/kept/save"))["message"]
@@ -166,6 +171,7 @@ def test_save_restore_and_delete(server):
     server.refused(server.client.delete("/v1/sessions/kept"), 404)
 
 
+@pytest.mark.long
 def test_saved_sessions_are_there_after_a_restart(tmp_path):
     folder = str(tmp_path)
     options = {"engine": {"session_dir": folder}, "session_dir": folder}
@@ -194,6 +200,7 @@ def test_mistakes(server):
         assert error["param"] == next(iter(body))
 
 
+@pytest.mark.long
 def test_a_session_belongs_to_its_key():
     with serve(keys=keys("anna-anna", "bert-bert")) as server:
         anna, bert = ({"Authorization": f"Bearer {key}"} for key in ("anna-anna", "bert-bert"))
@@ -256,6 +263,7 @@ def client(server):
 SHORT = {"model": NAME, "max_output_tokens": 4, "temperature": 0}
 
 
+@pytest.mark.long
 def test_a_response_is_continued_by_its_id(client):
     first = client.responses.create(input=A, **SHORT)
     assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -299,6 +307,7 @@ def test_a_response_that_is_not_stored_is_gone(client):
         client.responses.create(input=B, previous_response_id=first.id, **SHORT)
 
 
+@pytest.mark.long
 def test_old_responses_are_dropped():
     with serve(max_responses=2) as server:
         names = [server.post("/v1/responses", {"input": A, "max_output_tokens": 1}).json()["id"] for _ in range(3)]

@@ -88,6 +88,7 @@ def test_a_chat_follows_a_schema_also_as_a_stream_and_n_times(server):
     assert assembled(events(server.chat(**asked, stream=True))) == (texts[0], [], "stop")
 
 
+@pytest.mark.long
 def test_completions_take_forms_of_vllm(server):
     forms = [({"regex": "[ab]{3}"}, "[ab]{3}"), ({"choice": ["x", "y"]}, "x|y"), ({"grammar": 'root ::= "q"'}, "q")]
     for form, pattern in forms:
@@ -144,6 +145,7 @@ def test_a_tool_that_may_be_called(server):
     )
 
 
+@pytest.mark.long
 def test_a_call_that_is_cut_says_so(server):
     asked = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 24}
     found = server.chat(**asked).json()["choices"][0]
@@ -151,6 +153,7 @@ def test_a_call_that_is_cut_says_so(server):
     assert assembled(events(server.chat(**asked, stream=True)))[2] == "length"
 
 
+@pytest.mark.long
 def test_a_conversation_with_calls_goes_on(server):
     asked = {"tools": TOOLS, "max_tokens": 150, "tool_choice": "required", "parallel_tool_calls": False}
     first = server.chat(**asked).json()["choices"][0]["message"]

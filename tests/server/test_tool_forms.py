@@ -205,6 +205,7 @@ def test_json_or_a_call(served):
             assert is_call(message["tool_calls"][0])
 
 
+@pytest.mark.long
 def test_a_conversation_with_calls_goes_on(served):
     server = served[2]
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}

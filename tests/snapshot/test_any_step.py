@@ -28,6 +28,7 @@ def chosen(mode):
     return (positions == "slot", dtype is torch.bfloat16) == (number % 2 == 1, number > 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "positions", "dtype"), sweep(MODES, chosen))
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(

@@ -49,6 +49,7 @@ def _held(head):
     return [position for position in head if position >= 0]
 
 
+@pytest.mark.long
 def test_heads_that_share_their_tokens_are_those_of_one_process(tmp_path):
     folder = ranks.save_model(tmp_path)
     asked = [{"policy": "tova", "budget": 30}, {"policy": "adakv:window=8", "budget": 30, "kv_bits": "8"}]

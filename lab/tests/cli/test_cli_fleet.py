@@ -48,6 +48,7 @@ DEVICE = ("--memory", "100MB", "--bandwidth", "10MB/s", "--budget", "8", "--poli
 TALKS = ("--turns", "2", "--between", "3", "--host-memory", "30kB")
 
 
+@pytest.mark.long
 def test_a_fleet_is_shown_in_80_columns():
     shown = fleet(*LOAD, *DEVICE, *TALKS).stdout
     assert max(map(len, shown.splitlines())) <= 80

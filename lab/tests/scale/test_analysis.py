@@ -32,6 +32,7 @@ from kvkeep_lab.cli.analyze import analysis
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_the_folder_is_that_of_one_process_whoever_dies(seed, on, text, analysed, tmp_path):
     mortal = seed % 2 == 1

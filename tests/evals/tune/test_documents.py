@@ -85,6 +85,7 @@ def test_later_and_inside_are_the_same_with_room_for_everything():
     assert replies(FULL, None, later=True) == replies(FULL, None, later=False) == replies(Arm("tova"), None, later=True)
 
 
+@pytest.mark.long
 def test_each_reply_is_graded_by_its_own_question_where_texts_are_read_apart(monkeypatch):
     """The user's questions about few texts come in any order, and not all texts may fit into one batch."""
     apart = own(writer().checkpoint, questions(2, 4), 0)
