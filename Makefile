@@ -127,7 +127,7 @@ models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the ne
 test: .venv/.installed  ## the tests, with the newest transformers (4 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-long: .venv/.installed  ## what takes about a second or more each: browsers, processes that are killed, servers (3 minutes)
+test-long: .venv/.installed  ## what takes about half a second or more each: browsers, processes that are killed, servers (3 minutes)
 	$(BIN)/python -m pytest $(SPREAD) -m "long and not slow and not real"
 
 test-all: .venv/.installed  ## what neither of these runs: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share

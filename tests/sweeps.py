@@ -2,7 +2,7 @@
 
 A list whose cases take milliseconds, and each another way through the code, is marked `whole`: `make test` runs it all.
 
-Tests that take about a second or more are marked `long`: `make test-long` runs them, and CI both.
+Tests that take about half a second or more are marked `long`: `make test-long` runs them, and CI both.
 
 Tests on pretrained models (`real`) are divided into shares in the same way.
 

@@ -400,6 +400,7 @@ def test_numbers_without_measure_are_drawn_or_refused(tmp_path, perplexity):
     assert result.exit_code == 0 or (result.exit_code == 2 and "--no-plots" in result.stderr), result.exception
 
 
+@pytest.mark.long
 def test_too_many_panels_are_refused_at_once(tmp_path):
     found = [result_folders.row(case=f"window={n}") for n in range(plots.MOST_PANELS + 1)]
     folder = result_folders.evaluation(tmp_path, found)

@@ -215,6 +215,7 @@ def test_a_fused_step_counts_the_mass_of_its_victims(policy, window, monkeypatch
         assert (lost[0][..., 2] > 0).all() == (policy != "local")
 
 
+@pytest.mark.long
 def test_a_fused_step_protects_the_recent_tokens_of_each_head():
     query, slots, now = token(24, 16, 2)
     slots = slots._replace(keys=slots.keys.nan_to_num(), values=slots.values.nan_to_num())

@@ -49,6 +49,7 @@ def attend(given, statistic):
     return Kernels().attend(AttentionInputs(query, slots, now, statistic=statistic, options=PLAIN))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.0), Low(live=True)], ids=["mass", "gain", "low"])
 def test_one_row_that_sees_nothing(statistic):
     query, slots, now = chunk(T=1, S=20)
@@ -107,6 +108,7 @@ def test_the_output_may_be_torch_s(statistic, torchs):
     assert torchs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("output", "given", "options"),
     [

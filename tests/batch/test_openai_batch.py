@@ -98,6 +98,7 @@ def test_several_texts_for_one_prompt(tmp_path, target):
     assert "".join(choices[2]["logprobs"]["tokens"]) == choices[3]["text"]  # greedy
 
 
+@pytest.mark.long
 def test_parts_of_characters_have_log_probabilities(tmp_path, target):
     form = {"structured_outputs": {"choice": ["a 😀"]}, "max_tokens": 32}
     source = write(tmp_path / "in.jsonl", chat("a", logprobs=True, **form), text("b", logprobs=2, **form))
@@ -149,6 +150,7 @@ def test_bad_lines_go_to_a_file_of_errors_each_in_its_format(tmp_path, target):
     assert Path(f"{target}.bad").exists()  # "{nope" is nowhere else
 
 
+@pytest.mark.long
 def test_errors_of_lines_that_were_mended_go_away(tmp_path, target):
     source, aside = write(tmp_path / "in.jsonl", chat("a"), chat("b", tools=[1])), Path(f"{target}.bad")
     assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0

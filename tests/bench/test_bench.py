@@ -354,6 +354,7 @@ def test_sessions(monkeypatch, capsys):
     assert "6 turns of 3 sessions" in text
 
 
+@pytest.mark.long
 def test_host_rows(monkeypatch, capsys):
     sizes = ("--rows", "1", "--requests", "3", "--prompt", "6", "--new", "12", "--budget", "8")
     text, data = run("host_rows", monkeypatch, capsys, *sizes)
@@ -414,6 +415,7 @@ def test_systems_can_be_left_out():
         cells.asked(systems, parser.parse_args(["--without", "three"]))
 
 
+@pytest.mark.long
 def test_latency(monkeypatch, capsys, here):
     words = ["--rows", "1", "2", "--contexts", "12", "--new", "3", "--budget", "16", "--chunk", "5"]
     text, data = run("latency", monkeypatch, capsys, *words)
@@ -623,6 +625,7 @@ def test_prefill_memory_of_another_shape(monkeypatch, capsys, here):
     assert data["cells"][0]["full_bytes"] == 40 * 2 * 2 * 16 * 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("qwen")
 def test_a_plan_names_the_bytes_that_exist(monkeypatch, capsys):
     plan = import_module("plan")
@@ -689,6 +692,7 @@ def test_http_beside_the_engine(monkeypatch, capsys):
     assert min(*data["stall"]["ms"]["alone"], *data["stall"]["ms"]["http"]) > 0
 
 
+@pytest.mark.long
 def test_a_benchmark_of_the_server_that_fails_ends(monkeypatch):
     monkeypatch.delitem(sys.modules, "server", raising=False)  # the tests of the server
     server = import_module("server")

@@ -56,6 +56,7 @@ def test_a_prompt_runs_with_its_adapter():
     assert both["full"]["token_ids"] == list(expected("a").token_ids)
 
 
+@pytest.mark.long
 def test_an_adapter_on_shared_weights_stays_beside_them(tmp_path):
     family = ("opt",)
     base, folder = model_folders.folder(*family), adapter_folders.folder("embed", *family)
@@ -163,6 +164,7 @@ def test_memories_name_their_adapter(tmp_path):
     assert found[0]["completion"]["text"] == first["text"]
 
 
+@pytest.mark.long
 def test_conversations_keep_their_adapter(tmp_path):
     folder = ("--sessions", tmp_path, "--session", "talk", "--dtype", "float32", "-n", 8)
     first = run("chat", *adapter("a"), *folder, stdin="the dog\n")

@@ -347,6 +347,7 @@ def test_forks_share_nothing(model, tmp_path):
     assert len(saved(tmp_path, "two").note["messages"]) == 4
 
 
+@pytest.mark.long
 def test_a_fork_of_an_earlier_run_can_take_its_last_turn_back(model, tmp_path):
     answers(model, "-s", "one", "-b", 12, said=["the fox", "the dog"])
     answers(model, "-s", "one", said=["/fork two", "/rewind"])

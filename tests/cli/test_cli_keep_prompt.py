@@ -30,6 +30,7 @@ def kv(*words, code=0):
     return done
 
 
+@pytest.mark.long
 def test_generate_keeps_the_prompt():
     words = ("generate", model_folders.folder(), "-p", SHORT, "--policy", "local", "-b", 24, "-n", 30, "--json")
     plain, kept = (json.loads(kv(*words, *more).stdout) for more in ((), ("--keep-prompt", "true")))

@@ -203,6 +203,7 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.long
 def test_a_policy_of_this_package_is_shown_without_torch():
     program = """
 import sys

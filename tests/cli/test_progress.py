@@ -123,6 +123,7 @@ def test_text_and_progress_are_not_mixed_in_one_file(tmp_path, monkeypatch):
         assert generate_run._is_text_seen()
 
 
+@pytest.mark.long
 def test_a_reader_that_is_gone_ends_nothing():
     code = (
         "import time\nfrom kvkeep.cli import console\nconsole.BEATS_S = (0.05,)\n"

@@ -126,6 +126,7 @@ def test_large_shapes(name, T, S, D, G):
     check(backend_of(name), *on(name, given, asked, options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("statistic", ["window", "live"])
 def test_half_precision_of_a_chunk(backend, statistic, dtype):

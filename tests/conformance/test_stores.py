@@ -307,6 +307,7 @@ def run(kind, policy, dtype, chunk):
         yield layer, [out[row][:, real[row]] for row in range(B)], seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "chunk"), [("local", None), ("local", 5), ("h2o", None), ("scissorhands", 5)])
 def test_a_layer_over_a_store_holds_the_originals(kind, policy, dtype, chunk):
     if kind in POOLS and policy == "scissorhands":

@@ -63,6 +63,7 @@ def test_the_page_of_tuning_runs(capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.long
 def test_the_batch_file_of_the_engines_page_is_answered_as_shown(tmp_path):
     page = (ROOT / "docs/engine.md").read_text()
     (lines,), (shown,) = blocks(page, "jsonl"), blocks(page, "json")

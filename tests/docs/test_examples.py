@@ -70,11 +70,13 @@ def test_a_metric_that_a_system_does_not_tell_is_no_error(monkeypatch):
     assert process != process
 
 
+@pytest.mark.long
 def test_a_document_is_asked_about_many_times(run):
     answers = re.findall(r"\? (\w+)  \(", run("document.py"))
     assert answers == ["attic", "Pepper", "cellar"]
 
 
+@pytest.mark.long
 def test_a_policy_of_ones_own_obeys_the_laws(run):
     assert f"{len(LAWS)} laws hold" in run("own_policy.py")
 

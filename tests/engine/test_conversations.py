@@ -62,6 +62,7 @@ def test_a_turn_reads_what_is_new_and_gets_the_tokens_of_a_fresh_reading(name, p
         assert len(engine.session_names) == 1  # each turn takes the place of the one before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"positions": "slot"}, {"kv_bits": "8"}], ids=str)
 def test_other_stores_go_on_as_well(options):
     with engine_of(policy="h2o", **options) as engine:
@@ -71,6 +72,7 @@ def test_other_stores_go_on_as_well(options):
                 assert result.token_ids == anew(prompt, **options)
 
 
+@pytest.mark.long
 def test_an_edited_turn_and_a_repeated_one_fork_where_they_differ():
     with engine_of() as engine:
         (one, first), (two, second), (three, _) = turns(engine, 3)
@@ -521,6 +523,7 @@ def test_messages_that_a_client_leaves_out_are_dropped_under_continue(monkeypatc
         assert more.token_ids == anew(behind, policy="full", budget=200, drops=[(read, [gone])])
 
 
+@pytest.mark.long
 def test_messages_that_a_client_leaves_out_are_read_anew_where_the_memory_does_not_serve(monkeypatch):
     with talk_engine(monkeypatch, "auto") as engine:
         _, shorter, gone = left_out_of(engine)

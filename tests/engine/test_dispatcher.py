@@ -348,6 +348,7 @@ def test_a_bad_request_in_one_thread_harms_no_other():
     assert idle(engine)
 
 
+@pytest.mark.long
 def test_a_step_of_the_model_that_fails_reaches_all_it_touched():
     engine, start, fails = engine_of(rows=MANY), threading.Barrier(MANY), []
 

@@ -61,6 +61,7 @@ def asked(**options):
     return [Request(prompt=prompt_of(i, 12 + 9 * i % 31), sampling=new, ignore_end=True, **options) for i in range(6)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", sorted(backends.KINDS.keys() - {"triton"}))
 @pytest.mark.parametrize("policy", [POLICY, "h2o:recent=2", "leverage:sinks=1,recent=2", "random"])
 def test_rows_with_other_splits_get_in_a_batch_what_they_get_alone(policy, backend, monkeypatch):

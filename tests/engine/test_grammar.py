@@ -102,6 +102,7 @@ def test_an_answer_does_not_depend_on_what_runs_beside_it(engine, parts):
         assert [one.text for one in together] == [alone.generate(one)[0].text for one in asked]
 
 
+@pytest.mark.long
 def test_texts_of_one_long_prompt_have_a_form_each(engine):
     """They share the memory of the prompt, and draw their first tokens from the same logits."""
     prompt = "the dog saw a cat and " * 60

@@ -108,6 +108,7 @@ def test_syntax_that_is_not_known_counts_as_a_text_that_ends():
     assert endless_rule("start: start\nb: b") == "start"
 
 
+@pytest.mark.long
 def test_long_grammars_take_no_more_than_a_look_at_each_part():
     chain = "\n".join(f"r{n}: r{n + 1} | r{n + 1} r{n}" for n in range(10_000))
     assert endless_rule(f"start: r0\n{chain}\nr10000: start") is not None

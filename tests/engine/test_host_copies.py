@@ -336,6 +336,7 @@ def test_on_a_cpu_there_is_none():
     assert engine_of(host_rows=2)._swapper.staging is None
 
 
+@pytest.mark.long
 def test_copies_have_what_rows_leave_of_a_limit(queue, made):
     row = engine_of().row_bytes
     engine = made(queue, rows=2, kv_memory=10 * row, host_rows=2)

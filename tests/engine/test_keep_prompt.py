@@ -153,6 +153,7 @@ def test_heads_and_layers_that_share_a_budget_keep_the_prompt(heads, keep):
         assert all({*range(14)} <= head for head in moments[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 @pytest.mark.parametrize("keep", [True, 0.5])
 def test_models_with_windows(name, keep):

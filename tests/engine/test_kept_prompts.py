@@ -65,6 +65,7 @@ def test_there_are_policies_to_try():
     assert len(ABLE) >= 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ABLE)
 def test_a_turn_keeps_what_a_fresh_reading_keeps(policy):
     with engine_of(policy=policy, budget=BUDGET) as engine:
@@ -99,6 +100,7 @@ def test_an_edited_message_goes_on_from_where_both_part():
         assert (again.cached_tokens, again.token_ids) == (len(edited) - 1, result.token_ids)
 
 
+@pytest.mark.long
 def test_windows_that_were_passed_before_the_prompt_was_kept_cannot_be_cut_back():
     with engine_of("gemma3", "tova", 48) as engine:
         found = turns(engine, 4)  # the last one grows over the budget in a row that has passed windows

@@ -60,6 +60,7 @@ def texts_of(tmp_path, *lines, options=(), new=6, family="llama"):
     return [entry[COMPLETION]["text"] for _, entry in sorted(completions(target).items())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options)) or "greedy")
 def test_a_prompt_gives_the_same_text_with_and_without_a_file(tmp_path, options):
     found = texts_of(tmp_path, {"prompt": PROMPT}, {"prompt": "the cat"}, options=options)

@@ -15,6 +15,7 @@ from .test_equal import POLICIES, prompt_of
 OPTIONS = AttentionOptions(scaling=0.3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_of_seventeen_tokens_in_pieces_of_eight(policy):
     """Its last piece has one token, and that is prompt for every policy, in the engine as in the cache."""

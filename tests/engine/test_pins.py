@@ -41,6 +41,7 @@ def budget_of(policy):
     return CAPACITY if kvkeep.parse(policy).evicts else 64
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: one[:3] in ("h2o", "ada", "sna", "sci", "spa")))
 def test_rows_with_different_pins_share_a_batch(policy, chunk):

@@ -32,6 +32,7 @@ def run(engine, *requests):
     return [engine.generate([request])[0] for request in requests]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", sweep(CHUNKED, KINDS.__contains__))
 def test_a_common_beginning_is_read_once_and_changes_no_token(policy):
     budget = BUDGET + 4 if kvkeep.parse(policy).evicts else 64

@@ -214,6 +214,7 @@ def test_a_layer_in_which_a_step_failed_refuses_to_go_on(monkeypatch):
         network(input_ids=torch.tensor([[4]], device=DEVICE), past_key_values=cache)
 
 
+@pytest.mark.long
 def test_a_neighbour_with_another_budget_does_not_disturb_a_cascade():
     engine = Engine(model("llama"), policy="spatten", budget=12, rows=2, prefill_chunk=None)
     long = Request(prompt=prompt_of(1, 20), sampling=new(16))

@@ -49,6 +49,7 @@ def test_sessions_that_always_lie_on_the_disk_get_the_same_tokens(policy, tmp_pa
     assert files(tmp_path) == []
 
 
+@pytest.mark.long
 def test_the_least_recently_used_sessions_go_to_the_disk(tmp_path):
     with engine_of(session_memory=int(2.5 * one_memory()), session_dir=tmp_path) as engine:
         sessions = [engine.session() for _ in range(4)]

@@ -44,6 +44,7 @@ def text_of(session, loaded):
     return loaded[1].decode(session.token_ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_turn_appends_its_own_text_and_nothing_else(template, loaded):
     engine = engine_of(loaded, template)

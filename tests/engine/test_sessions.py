@@ -108,6 +108,7 @@ def test_a_turn_says_what_was_read_again_and_what_was_not():
     assert session.token_ids == TURNS[0] + first.token_ids + TURNS[1] + second.token_ids
 
 
+@pytest.mark.long
 def test_a_session_has_a_row_only_while_it_runs():
     engine = engine_of(rows=1)
     sessions = [engine.session() for _ in range(5)]
@@ -212,6 +213,7 @@ def test_memory_with_budgets_of_heads_is_an_error_under_a_policy_that_has_none(b
         assert good.error is None
 
 
+@pytest.mark.long
 def test_drawn_tokens_differ_between_turns_and_are_the_same_again():
     def draw(sequence):
         session = engine_of().session(sequence=sequence)
@@ -352,6 +354,7 @@ def test_a_snapshot_of_a_cache_goes_on_in_an_engine():
         engine.session(snapshot=cache.snapshot())
 
 
+@pytest.mark.long
 def test_a_prefix_is_read_once():
     engine = engine_of(prefill_chunk=4)
     prefix = engine.prefix(TURNS[2])

@@ -38,6 +38,7 @@ def test_seeds_are_more_questions_and_one_question_has_no_interval():
     assert all(map(math.isnan, confidence.of_cell([row("h2o", [])])))
 
 
+@pytest.mark.long
 def test_bootstrap_intervals_hold_the_true_mean_as_often_as_they_say():
     rng, hits = random.Random(0), 0
     for _ in range(200):

@@ -597,6 +597,7 @@ def test_every_question_is_recorded_with_its_text():
     assert "".join(str(ok) for *_, ok in score["asked"]) == score["rights"]
 
 
+@pytest.mark.long
 def test_scores_count_replies(monkeypatch):
     task = load(Recall, Options(limit=10, contexts=(300,), facts=2))
     answers = iter([asked.question.answer for asked in task.questions["context=300"]])

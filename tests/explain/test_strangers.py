@@ -58,6 +58,7 @@ def test_families_of_models(made, tokenizer, kind, config, options):
         assert run.ledger.rows[0].sum() == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.long
 def test_a_model_is_left_in_its_mode_with_its_attention_and_hooks(made, tokenizer):
     model = made("Qwen2ForCausalLM", "Qwen2Config").to(torch.bfloat16).train()
     model.model.layers[0].eval()

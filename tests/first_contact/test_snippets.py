@@ -177,6 +177,7 @@ def test_commands_in_the_text_have_the_options_that_it_names(page):
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options[name], line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "code"),
     [

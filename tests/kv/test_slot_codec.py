@@ -179,6 +179,7 @@ def test_outlier_channels_ruin_codes_of_4_bits_unless_keys_are_turned():
     assert turned < 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dim", "most"),
     [(128, 0.08), (96, 0.08), (160, 0.08), (64, 0.12), (80, 0.23), (112, 0.22), (40, 0.35), (24, 0.4), (100, 0.55)],

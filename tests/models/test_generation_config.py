@@ -115,6 +115,7 @@ KNOWN = set(GenerationConfig().to_dict())
 """What this transformers knows; the rest of a file it does not read."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sweep(EVERY, lambda name: name in NAMED or len(name) % 2))
 def test_no_wish_of_the_makers_changes_the_text_or_ends_it(name: str, tmp_path: Path, plain: list[int]):
     result = generate(asking(tmp_path / "m", **{name: EVERY[name]}))

@@ -476,6 +476,7 @@ def _split(path: Path, parts: int = 2) -> list[Path]:
     return found
 
 
+@pytest.mark.long
 def test_a_split_file(file):
     whole, parts = load(file, "float32")[0], _split(file, 3)
     file.unlink()
@@ -580,6 +581,7 @@ def test_commands_take_a_file(file, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_memory_of_a_file_opens_on_the_file(file, tmp_path):
     (tmp_path / "text.txt").write_text(PROMPT * 3)
     memory = tmp_path / "m.kvkeep"

@@ -151,6 +151,7 @@ CHANGES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_two_steps(change):
     plain, model = pair(name="opt")

@@ -123,6 +123,7 @@ def test_a_packed_model_generates_the_same_tokens():
     assert len({tuple(r.token_ids) for r in plain}) > 1
 
 
+@pytest.mark.long
 @needs_onednn
 @pytest.mark.parametrize("faster", [False, True])
 def test_packs_only_where_that_is_faster_if_asked(monkeypatch, faster):

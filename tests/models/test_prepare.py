@@ -323,6 +323,7 @@ def test_fused_layers_are_not_compiled():
     assert kvkeep.compile_layers(kvkeep.attach(model), backend="eager") == 0
 
 
+@pytest.mark.long
 def test_several_threads_may_run_the_same_model():
     model, _ = fused_copy(made())
     tokens = [torch.tensor([[token]]) for token in range(3, 7)]

@@ -215,6 +215,7 @@ def test_a_module_that_gets_its_own_class_back_during_its_call_computes_on(part,
     assert not any(isinstance(module, FusedLayer) for module in model.modules())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("home", "name"), [(FusedDecoder, "_embedded"), (fused_layers, "handed_over")])
 def test_a_model_that_gets_its_own_classes_back_in_a_decode_step_goes_on(home, name, monkeypatch):
     model = kvkeep.attach(made("qwen3"))

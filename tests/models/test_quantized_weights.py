@@ -287,6 +287,7 @@ def test_the_fingerprint_tells_formats_apart_and_is_stable(wide: Path):
     assert len({plain, small, other}) == 3
 
 
+@pytest.mark.long
 @kernel
 def test_the_embedded_model_still_answers():
     code, out, err = generate("--load-in", "int8", "--budget", 64, model=embedded())

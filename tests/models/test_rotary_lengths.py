@@ -107,6 +107,7 @@ def test_neighbours_earlier_texts_and_chunks_change_nothing(kind: str, chunk: in
     assert [texts(engine, ids)[0] for ids in (SHORT, BEYOND, SHORT, OVER)] == [*want[:2], want[0], want[2]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama longrope", "llama dynamic", "phi3"])
 def test_a_common_beginning_is_shared_on_one_side_of_the_border_only(kind: str):
     engine = kvkeep.Engine(model_of(kind), policy="full", budget=192, rows=1, prefill_chunk=8, prefix_memory=2**24)

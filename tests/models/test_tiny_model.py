@@ -93,6 +93,7 @@ def test_text_survives_the_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
+@pytest.mark.long
 def test_answers_briefly_and_stops(model, tokenizer):
     stopped = 0
     for seed in range(12):

@@ -24,6 +24,7 @@ def model():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+@pytest.mark.long
 def test_other_numbers_are_noticed_wherever_they_are(model):
     before = fingerprint(model)
     assert fingerprint(copy.deepcopy(model)) == before

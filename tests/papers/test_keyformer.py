@@ -30,11 +30,13 @@ TIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
 def test_keeps_the_largest_noisy_sums(case):
     compare(case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turns", [(24, *DECODE), CHAT], ids=["prompt", "chat"])
 def test_without_noise_at_the_temperature_one_it_is_h2o(turns):
     case = Case("keyformer:noise=false,tau_end=1.0,recent=3", 12, turns, pads=(0, 5))

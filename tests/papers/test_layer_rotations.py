@@ -138,6 +138,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_layer_keeps_what_the_loops_keep(policy, monkeypatch):

@@ -24,6 +24,7 @@ CASES = [
 OPTIONS = AttentionOptions(scaling=0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_keeps_the_keys_that_stand_out(case):
     compare(case)
@@ -124,6 +125,7 @@ def test_a_second_prompt_adds_to_the_first_and_a_new_row_begins_at_zero():
     assert layer.state["count"].tolist() == [[26.0] * 2] * 2
 
 
+@pytest.mark.long
 def test_a_share_of_nothing_is_leverage_and_of_all_is_attention():
     case = Case("blend:share=0,recent=4", 16, (40, *DECODE[:9]), chunk=15)
     assert played(case, case.policy) == played(case, "leverage:recent=4")

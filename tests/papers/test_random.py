@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_drops_the_smallest_numbers(case):
     compare(case)

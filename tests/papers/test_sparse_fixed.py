@@ -26,6 +26,7 @@ def test_keeps_the_pattern_and_the_heavy_hitters(case):
     compare(case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("summary", [1, 3])
 def test_a_block_is_whole_until_the_next_one_begins(summary):
     """16 slots, blocks of 8: a whole block leaves 8 slots to summaries, and the next block adds one to those."""

@@ -29,6 +29,7 @@ def test_keeps_what_the_current_row_looks_at(case):
     compare(case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turns", [(24, *DECODE), CHAT], ids=["prompt", "chat"])
 def test_without_heavy_hitters_it_is_tova_for_each_head_with_the_newest_token_safe(turns):
     case = Case("topk", 7, turns, pads=(0, 5))

@@ -105,6 +105,7 @@ def test_adapters_within_a_plain_model_are_noticed(part):
     assert len(found) == 3
 
 
+@pytest.mark.long
 def test_common_beginnings_belong_to_the_adapter():
     model = adapted()
     engine = kvkeep.Engine(model, policy="full", budget=64, rows=1, prefill_chunk=8, prefix_memory=2**24)

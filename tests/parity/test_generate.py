@@ -24,6 +24,7 @@ def greedy(model, ids, mask, cache=None):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", CONFIGS)
 def test_budget_of_the_whole_length_is_the_full_cache(family):
     model = build(family)

@@ -80,6 +80,7 @@ def test_a_beam_takes_its_own_history_along(model, monkeypatch):
     assert not torch.equal(model.generate(ids, past_key_values=bounded(model, 8), **how), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [200, 10])
 def test_a_second_turn_continues_on_the_same_cache(model, budget):
     ids, mask = padded_batch()

@@ -141,6 +141,7 @@ def test_scissorhands_table_1_weights():
     assert int(parameters_of(BLOOM) * HALF / GB) == 352
 
 
+@pytest.mark.long
 def test_scissorhands_table_2_largest_batch():
     """arXiv:2305.17118, Table 2: eight A100 of 80 GB, rows of 2048 tokens; weights and caches are all there is.
 

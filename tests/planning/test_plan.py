@@ -103,6 +103,7 @@ def test_heads_that_share_a_budget_take_what_is_planned(policy: str, kv_bits: st
     assert found.step_bytes == apart.step_bytes
 
 
+@pytest.mark.long
 def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """If no token goes before the last layer has attended. Attention of the model needs little beside its keys."""
     monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", 1e9)

@@ -138,6 +138,7 @@ def test_names_of_files_are_those_that_the_user_gave(on, tmp_path, monkeypatch):
     assert {row["model"] for row in rows(tmp_path / "far")} == {"model"}
 
 
+@pytest.mark.long
 def test_a_file_that_a_policy_names_is_found_from_another_folder(on, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shape = loading.find(model_folders.folder()).config
@@ -240,6 +241,7 @@ def test_workers_in_two_dtypes_are_not_mixed(on, tmp_path, monkeypatch):
     assert {row["dtype"] for row in rows(tmp_path)} == {"float32"}
 
 
+@pytest.mark.long
 def test_a_bar_counts_the_cells_of_all_workers(on, tmp_path, monkeypatch):
     screen = Console(stderr=True, force_terminal=True, width=120)
     monkeypatch.setattr("kvkeep.cli.console.err", lambda: screen)

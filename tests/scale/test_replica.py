@@ -58,6 +58,7 @@ def holds(one, *key):
     return asyncio.run(one.holds(*key))
 
 
+@pytest.mark.long
 def test_a_replica_that_ends_leaves_its_sessions_to_the_next_one(made, tmp_path):
     one = made("one")
     assert ask(one, "two", "/v1/sessions", {"id": "trip"}) is None

@@ -55,6 +55,7 @@ def test_a_fork_while_an_answer_is_streamed_has_the_last_finished_turn(server):
     assert len(server.client.get("/v1/sessions/busy").json()["messages"]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("route", ["rewind", "save", "restore"])
 def test_other_routes_while_an_answer_is_streamed(server, route):
     with answering(server, "busy"):
@@ -64,6 +65,7 @@ def test_other_routes_while_an_answer_is_streamed(server, route):
     assert server.chat(session_id="busy", max_tokens=2).status_code == 200
 
 
+@pytest.mark.long
 def test_a_session_that_is_deleted_ends_its_stream_with_an_error(server):
     with answering(server, "busy") as lines:
         assert server.client.delete("/v1/sessions/busy").status_code == 200
@@ -103,6 +105,7 @@ def test_names_that_are_no_names(server, name):
     assert shown(server.client.post(CHAT, content=raw)) in (400, 404)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["%67ood", "g%6Fod"])
 def test_an_escaped_name_is_the_name(server, name):
     server.post("/v1/sessions", {"id": "good"})

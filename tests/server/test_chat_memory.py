@@ -38,6 +38,7 @@ def test_a_stream_ends_with_what_its_memory_holds(server):
         assert len(memory["positions"]) == len(memory["texts"]) <= 16 * memory["heads"]
 
 
+@pytest.mark.long
 def test_a_turn_of_a_session_says_it_too(server):
     server.post("/v1/sessions", {"id": "trip", "budget": 16})
     for _ in range(3):

@@ -56,6 +56,7 @@ def fresh():
         yield server
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("body", [{}, {"temperature": 2, "seed": 5, "max_tokens": 12}, {"stop": ["a"]}], ids=str)
 def test_each_turn_reads_what_is_new_and_gets_the_texts_of_a_fresh_reading(server, fresh, body):
     found, _ = talk(server, user=str(body), **body)
@@ -96,6 +97,7 @@ def test_an_edited_message_and_another_answer_fork(server, fresh):
     assert cached(again) > again["usage"]["prompt_tokens"] - 30
 
 
+@pytest.mark.long
 def test_several_answers_are_each_continued(server):
     found = answered(server, [said(A)], n=3, temperature=2, seed=3, user="several", max_tokens=12)
     for choice in found["choices"]:
@@ -115,6 +117,7 @@ def test_users_salts_and_policies_are_kept_apart(server):
     server.refused(server.chat(cache_salt=5))
 
 
+@pytest.mark.long
 def test_another_key_gets_nothing_and_sees_nothing():
     with serve(budget=256, engine=MEMORY, keys=keys("first-key", "second-key")) as server:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("first-key", "second-key"))

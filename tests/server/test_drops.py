@@ -184,6 +184,7 @@ def test_a_chat_drops_messages_as_akv_does_and_reads_what_is_new(server):
         )
 
 
+@pytest.mark.long
 def test_a_message_that_is_left_out_leaves_the_memory_under_continue(going_on):
     messages = talk(going_on, user="left")
     shorter = [*messages[:3], *messages[4:]]
@@ -197,6 +198,7 @@ def test_a_message_that_is_left_out_leaves_the_memory_under_continue(going_on):
     assert usage(again)[2] == dropped
 
 
+@pytest.mark.long
 def test_a_message_that_is_left_out_is_read_anew_under_auto_and_the_header_says_why(server):
     messages = talk(server, user="left")
     shorter = [*messages[:3], *messages[4:]]
@@ -263,6 +265,7 @@ def test_very_many_messages_are_dropped_where_they_stand_together(server):
     assert prompt - dropped < 79 < dropped
 
 
+@pytest.mark.long
 def test_a_turn_of_a_session_names_no_drop(server):
     server.post("/v1/sessions", {"id": "whole"})
     answer = server.chat(messages=[FIRST], session_id="whole", drop_message=[0])

@@ -79,6 +79,7 @@ def test_special_tokens_are_shown_if_asked_for(server):
     assert text_of(server.chat(**shown, include_stop_str_in_output=True)) == "<|end|>"
 
 
+@pytest.mark.long
 def test_a_prompt_is_cut_to_its_last_tokens(server):
     ids = server.post("/tokenize", {"prompt": "Once upon a time"}).json()["tokens"]
     cut = server.complete(truncate_prompt_tokens=2, echo=True)

@@ -71,6 +71,7 @@ def test_a_link_opens_the_page():
         assert status(server, "/metrics", sec_fetch_site="cross-site", sec_fetch_mode="navigate") == 403
 
 
+@pytest.mark.long
 def test_pages_that_are_allowed_and_hosts_that_are_named():
     with serve(origins=(PAGE,), allowed_hosts=("chat.example",)) as server:
         assert status(server, CHAT, BODY, origin=PAGE, sec_fetch_site="cross-site", host="chat.example:80") == 200

@@ -24,6 +24,7 @@ def read(server):
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
+@pytest.mark.long
 def test_counts_are_those_of_the_answers():
     with serve() as server:
         used = [server.chat(max_tokens=3).json()["usage"], server.chat(max_tokens=2, n=2).json()["usage"]]

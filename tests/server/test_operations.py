@@ -108,6 +108,7 @@ def test_a_unix_socket_that_a_killed_server_has_left_is_replaced(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("origins", [(), (PAGE,)])
 def test_web_pages_of_other_origins(origins):
     asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}

@@ -103,6 +103,7 @@ def test_requests_in_one_packet_are_answered_one_after_the_other(fresh):
         fresh.limits._tokens = before
 
 
+@pytest.mark.long
 def test_several_prompts_are_one_request_and_count_whole(fresh):
     answer = fresh.post(COMPLETE, {"prompt": ["A dog", "A cat"], "n": 2, "max_tokens": 3, "ignore_eos": True})
     assert answer.status_code == 200, answer.text
@@ -222,6 +223,7 @@ class Mortal:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error")
 def test_nothing_runs_once_all_requests_have_ended_however_they_ended(kind, monkeypatch):

@@ -48,12 +48,14 @@ def test_log_probabilities_are_those_of_a_chat_also_in_a_stream(server):
     assert events[-1]["response"]["output"][0]["content"] == [part]
 
 
+@pytest.mark.long
 def test_without_being_asked_for_there_are_no_log_probabilities(server):
     for body in ({}, {"include": []}, {"include": ["reasoning.encrypted_content"]}, {"top_logprobs": 0}):
         assert respond(server, **body)["output"][0]["content"][0]["logprobs"] == []
     assert len(respond(server, top_logprobs=1)["output"][0]["content"][0]["logprobs"]) == 5
 
 
+@pytest.mark.long
 def test_every_token_has_an_entry_also_special_ones(server):
     bias = server.served.checkpoint.tokenizer.eos_token_id
     assert bias is not None

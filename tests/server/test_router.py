@@ -112,6 +112,7 @@ def test_many_who_make_one_name_at_once_get_it_once(two):
     two.client.delete(f"{SESSIONS}/race")
 
 
+@pytest.mark.long
 def test_an_answer_is_continued_where_it_is_kept(two):
     first = two.post("/v1/responses", {"input": "Once upon a time", "max_output_tokens": 3}).json()
     (home,) = [one for one, app in two.replicas.apps.items() if app.state.responses.holds("everybody", first["id"])]
@@ -350,6 +351,7 @@ def test_a_conversation_goes_to_its_holder():
         assert running.client.get("/v1/sessions").json()["data"] == []
 
 
+@pytest.mark.long
 def test_a_router_that_is_about_to_end_takes_no_requests(mortal):
     mortal.queue.draining = True
     assert "about to end" in mortal.refused(mortal.complete(), 503)["message"]

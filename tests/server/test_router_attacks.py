@@ -84,6 +84,7 @@ def test_a_stream_that_hangs_ends_with_the_error(short):
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
 
 
+@pytest.mark.long
 def test_a_replica_that_runs_says_itself_that_a_request_takes_too_long():
     with fronted(request_timeout_s=0.2) as running:
         error = running.refused(running.complete(max_tokens=1500, ignore_eos=True), 503)
@@ -174,6 +175,7 @@ def test_targets_that_are_no_path_get_the_error_object(two, line):
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "body",
     [
@@ -209,6 +211,7 @@ def test_a_list_that_no_replica_gives_is_an_error_and_not_empty(tmp_path):
         (tmp_path / "elsewhere").rename(tmp_path / "sessions")
 
 
+@pytest.mark.long
 def test_a_shared_folder_that_is_gone_is_said_in_words(tmp_path):
     root = tmp_path / "sessions"
     with fronted(folder=root) as running:

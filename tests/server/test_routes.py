@@ -100,6 +100,7 @@ def test_each_chunk_may_have_the_numbers_of_tokens_so_far(server):
         assert piece["usage"] == {key: last["usage"][key] for key in piece["usage"]}
 
 
+@pytest.mark.long
 def test_texts_of_n_differ_and_the_first_is_the_single_one(server):
     many = [one["message"]["content"] for one in server.chat(n=4, seed=3, temperature=1).json()["choices"]]
     assert len(set(many)) > 1

@@ -131,6 +131,7 @@ def test_saved_sessions_go_on_with_their_adapter(adapters, texts, tmp_path):
         assert "made with the adapter a" in error["message"] or "made with the adapter renamed" in error["message"]
 
 
+@pytest.mark.long
 def test_responses_have_adapters(server):
     body = {"input": "the dog", "max_output_tokens": 8, "temperature": 0}
     first = server.post("/v1/responses", {**body, "model": MODELS["a"]}).json()

@@ -281,6 +281,7 @@ def test_turns_that_race_with_the_handover_are_all_answered_and_kept(two):
         assert len(holders(two, name)) <= 1
 
 
+@pytest.mark.long
 def test_a_session_whose_file_was_removed_is_written_again(two, tmp_path):
     home = made(two, "idle")
     for path in tmp_path.glob("*/*--idle.kvkeep"):

@@ -33,6 +33,7 @@ def turn(server, name, text, **body):
     return answer.json()
 
 
+@pytest.mark.long
 def test_a_turn_reads_its_own_messages_only(server):
     made = server.post("/v1/sessions", {"id": "one"})
     assert (made.status_code, made.json()["id"], made.json()["messages"]) == (201, "one", [])
@@ -83,6 +84,7 @@ def test_tokens_are_pinned_afterwards(server):
     assert server.client.get("/v1/sessions/pinned/positions").json()["pins"] == []
 
 
+@pytest.mark.long
 def test_the_first_turn_can_be_taken_back(server):
     server.post("/v1/sessions", {"id": "first", "policy": "h2o", "budget": 64})
     one = turn(server, "first", A)["choices"][0]["message"]["content"]
@@ -239,6 +241,7 @@ def test_there_may_be_so_many_sessions():
         assert [server.post("/v1/sessions").status_code for _ in range(3)] == [201, 201, 429]
 
 
+@pytest.mark.long
 def test_common_beginnings_are_read_once():
     with serve(engine={"prefill_chunk": 32, "prefix_memory": 2**24}) as server:
         long = "the dog saw a cat " * 20
@@ -292,6 +295,7 @@ def test_items_that_clients_send_back_are_taken(client):
     assert responses_routes._messages([*odd, items[0]]) == items[:1]
 
 
+@pytest.mark.long
 def test_a_response_is_streamed(client):
     whole = client.responses.create(input=A, instructions="Be brief.", **SHORT)
     found = list(client.responses.create(input=A, instructions="Be brief.", stream=True, **SHORT))

@@ -149,6 +149,7 @@ def test_calls_beside_each_other(served):
     assert max(counts) == 1 if form == "llama3" else max(counts) > 1
 
 
+@pytest.mark.long
 def test_without_a_call_the_answer_is_text(served):
     found = asked(served[2], max_tokens=12)
     assert found["message"]["content"]

@@ -89,6 +89,7 @@ def test_the_answers_are_those_of_the_evaluation(few, checkpoint):
     RecallDepth.reading(result)
 
 
+@pytest.mark.long
 def test_a_model_that_knows_nothing_is_skipped(few, checkpoint):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32).eval()

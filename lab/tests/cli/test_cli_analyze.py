@@ -66,6 +66,7 @@ def test_a_page_a_table_and_files(novel, tmp_path):
     assert str(tmp_path) not in (out / "index.html").read_text()
 
 
+@pytest.mark.long
 def test_the_page_is_written_after_each_measurement(novel, tmp_path, monkeypatch):
     def stop(self, subject, progress):
         raise KeyboardInterrupt
@@ -93,6 +94,7 @@ def test_json_is_one_object_with_everything(novel, tmp_path):
     assert found["claims"]
 
 
+@pytest.mark.long
 def test_the_same_command_again_measures_nothing(novel, tmp_path, monkeypatch):
     command = ("--text", novel, "-o", tmp_path / "out", *QUICK)
     first = analyze(*command)
@@ -100,6 +102,7 @@ def test_the_same_command_again_measures_nothing(novel, tmp_path, monkeypatch):
     assert analyze(*command).stdout == first.stdout
 
 
+@pytest.mark.long
 def test_more_measurements_join_the_same_page(novel, tmp_path):
     out = tmp_path / "out"
     analyze("--text", novel, "-o", out, "--only", "sparsity", "--max-tokens", 80)
