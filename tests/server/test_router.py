@@ -168,9 +168,9 @@ def test_health_and_metrics_are_of_all_replicas(two):
     found = two.client.get("/health").json()
     assert (found["status"], found["rows"], found["rows_free"], found["waiting"]) == ("ready", 4, 4, 0)
     assert {name: one["rows"] for name, one in found["replicas"].items()} == {"one": 2, "two": 2}
+    sessions = {made_at(two, f"metrics-{n}"): f"metrics-{n}" for n in range(4)}
     for name in ("one", "two"):  # a histogram has no samples before its first request
-        session = next(session for session in map("metrics-{}".format, range(99)) if made_at(two, session) == name)
-        assert turn(two, session).status_code == 200
+        assert turn(two, sessions[name]).status_code == 200
     lines = two.client.get("/metrics").text.splitlines()
     for name in ("one", "two"):
         assert f'kvkeep_rows{{replica="{name}",model_name="tiny"}} 2.0' in lines
