@@ -160,6 +160,7 @@ def digest_of(entry, held):
     return held[entry[COMPLETION]["line"]] == entry[COMPLETION]["digest"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", NOT_JSON)
 def test_a_hostile_line_is_bad_with_a_reason(encode, output, kind):
     line, reason = NOT_JSON[kind]
@@ -168,6 +169,7 @@ def test_a_hostile_line_is_bad_with_a_reason(encode, output, kind):
     assert reason in found.reason
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", RUN)
 def test_a_strange_line_is_run(encode, output, kind):
     found = check(1, raw_of(RUN[kind]), encode, output)

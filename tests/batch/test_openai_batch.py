@@ -439,6 +439,7 @@ def test_the_model_says_how_long_a_cut_prompt_is(tmp_path, target):
 VALUES = [None, True, 0, -1, 1.5, "", "x", [], ["x"], {}, {"a": 1}, "9" * 400, 10**400, "\ud83d", [[[]]], "\0", "POST"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
 def test_wrong_values_in_every_field(name):
     for value in VALUES:
@@ -451,6 +452,7 @@ def test_wrong_values_in_every_field(name):
             assert 0 < len(found.reason) < 400
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -154,6 +154,16 @@ def test_contents_that_do_not_fit_change_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.per_row().items())
 
 
+def test_a_row_that_loses_nothing_is_itself():
+    layer, tape = made(kvkeep.parse("h2o")), Tape.random(CASE)
+    feed(layer, tape, 0, 7)
+    row = take([layer.block], 0).layers[0]
+    assert row.cut_back(row.seen) is row
+    assert row.without(((50, 60),)) is row
+    shorter = row.cut_back(3).without(((1, 2),))
+    assert (shorter.seen, shorter.positions.tolist()) == (3, [[0, 2]] * CASE.heads)
+
+
 def test_more_slots_keep_their_content():
     layer, tape = made(kvkeep.parse("h2o")), Tape.random(CASE)
     feed(layer, tape, 0, 20)
