@@ -38,36 +38,9 @@ SMALL = LlamaConfig(
 
 
 @pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    """The scripts' own folder on the path, and a small model."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
+def bench(scripts, monkeypatch):
+    """The scripts with a small model."""
     monkeypatch.setattr(import_module("lib"), "SPEED_MODEL", SMALL)
-    yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {
-            "lib",
-            "peers",
-            "decode",
-            "throughput",
-            "latency",
-            "prefill_memory",
-            "reading",
-            "overhead",
-            "mixed",
-            "joined",
-            "kernel",
-            "products",
-            "sessions",
-            "host_rows",
-            "plan",
-            "novel",
-            "server",
-            "fleet",
-            "conversation",
-            "real",
-        }:
-            del sys.modules[name]
 
 
 def run(name, monkeypatch, capsys, *arguments):

@@ -15,15 +15,7 @@ if not BENCH.is_dir():
     pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
 
 
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    """The scripts' own folder on the path."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"lib", "peers", "gpu"}:
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 def run(monkeypatch, capsys, *arguments):

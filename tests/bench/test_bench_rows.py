@@ -12,18 +12,9 @@ BENCH = Path(__file__).parents[2] / "bench"
 if not BENCH.is_dir():
     pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("scripts")
+
 TEXT = "The ferry to Marel leaves at seven, and nobody waits for it in winter. " * 12
-
-
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    """The scripts' own folder on the path."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"lib", "fidelity", "system_message", "conversation_recall"}:
-            del sys.modules[name]
 
 
 @pytest.fixture

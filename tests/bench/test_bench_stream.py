@@ -1,7 +1,6 @@
 """Streams: what is asked, and that one which was stopped anywhere goes on as if it had not been."""
 
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -19,17 +18,12 @@ POLICIES = ("streaming_llm", "h2o")
 
 
 @pytest.fixture
-def stream(monkeypatch):
+def stream(scripts, monkeypatch):
     """The script, with windows of 30 tokens, the third of which is saved."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
     module = import_module("stream")
     monkeypatch.setattr(module, "WINDOW", 30)
     monkeypatch.setattr(module, "SAVE_EVERY", 3)
-    yield module
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"lib", "stream"}:
-            del sys.modules[name]
+    return module
 
 
 @pytest.fixture(scope="module")

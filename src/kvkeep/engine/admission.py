@@ -395,9 +395,8 @@ class Admission:
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
         self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
         if guard is not None:
-            budget_guard.levels(
-                self._layouts[policy], budget, ()
-            )  # refuses a policy that no request could be guarded by
+            # refuses a policy under which no request can have a guard
+            budget_guard.levels(self._layouts[policy], budget, ())
 
     def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
         """Check a request, and return the sequence that runs it, with the prompt as token ids.
